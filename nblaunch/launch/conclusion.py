@@ -39,18 +39,21 @@ def load_results(
     return values, error
 
 
-def account_of(name: str, attempt: Attempt | Turn, files: LaunchFiles) -> failures.Account:
+def account_of(name: str, attempt: Attempt | Turn, files: LaunchFiles, *, is_shown: bool) -> failures.Account:
     """Return what the exception of a failed attempt is made from.
 
     Args:
         name: The function's name.
         attempt: The attempt.
         files: Its logs.
+        is_shown: See `failures.Account`.
     """
     task, sources = attempt.task, attempt.job.sources
     ends, logs = [rank.end for rank in task.present], {rank.rank: rank.logs for rank in attempt.output.ranks}
     hosts = attempt.job.plan.hosts
-    return failures.Account(name, ends, files, sources, logs, attempt.hint, task.difference, attempt.session, hosts)
+    return failures.Account(
+        name, ends, files, sources, logs, attempt.hint, task.difference, attempt.session, hosts, is_shown
+    )
 
 
 def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchError:

@@ -89,6 +89,8 @@ class Account:
     """The session's name; empty for a launch."""
     hosts: Sequence[str] = ()
     """The node of each rank; none if all are on the notebook's own machine."""
+    is_shown: bool = False
+    """Whether the cell that raises the exception has shown it, with its traceback."""
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
@@ -309,12 +311,22 @@ def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> N
     """Make IPython show the rank's traceback instead of the launcher's frames."""
     first = headline_of(type(error).__name__, text_of(error))
     said = f"{first.type_name}: {first.details}" if first.details else str(first)
-    lines = [said, "", f"On rank {rank} of {account.name}:", *text.rstrip().splitlines()]
-    lines += getattr(error, "__notes__", [])
+    notes = getattr(error, "__notes__", [])
+    lines = [said, "", f"On rank {rank} of {account.name}:", *text.rstrip().splitlines(), *notes]
     others = _others(rank, account)
     if others:
         lines += ["", "Then, on other ranks:", *others[:8]]
-    show_as(error, lines, [f"Logs: {account.files.directory}"])
+    where, source = _users_line(text)
+    place = f", {where}" if where else ""
+    short = [str(first), f"On rank {rank} of {account.name}{place}:", *([f"    {source}"] if source else []), *notes]
+    last = f"Logs: {account.files.directory}"
+
+    def rendered() -> list[str]:
+        """Without the traceback if the panel above has it; nbconvert and papermill, where no one types, need it."""
+        is_told = account.is_shown and host().can_type()
+        return [*(short if is_told else lines), *_callers(error), "The panel has the traceback. " * is_told + last]
+
+    error._render_traceback_ = rendered
 
 
 def show_as(error: Any, lines: Sequence[str], last: Sequence[str] = ()) -> None:

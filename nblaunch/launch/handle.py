@@ -35,7 +35,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.pickling import OfNotebookError
-from nblaunch.wire.messages import Payload
+from nblaunch.wire.messages import Cell, Payload
 
 _log = logging.getLogger(__name__)
 _live: dict[str, Launch] = {}
@@ -71,6 +71,7 @@ class Launch:
         """The session whose ranks it uses; None: it starts its own."""
         self._commands = Commands()
         self._finished = threading.Event()
+        self._is_blocking = False
         self._interrupts = 0
         """Of the user, while the caller waits."""
         self._begin = time.monotonic()
@@ -106,6 +107,7 @@ class Launch:
         Raises:
             StartError: This process cannot have another thread.
         """
+        self._is_blocking = blocking
         self._input.begin(blocking=blocking)
         try:
             self._view.on(Begun(self, blocking))
@@ -352,7 +354,11 @@ class Launch:
         plan, where, kept = self._plan, files.directory, self.keeps_ranks
         name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
         shape = plan.world_size, plan.device, plan.method
-        return LaunchInfo(self.id, name, *shape, where, number, plan.env, files, is_session=kept, hosts=plan.hosts)
+        function = self._job.payload.function
+        only = function.ranks if isinstance(function, Cell) else None
+        return LaunchInfo(
+            self.id, name, *shape, where, number, plan.env, files, is_session=kept, hosts=plan.hosts, only=only
+        )
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin
@@ -366,7 +372,9 @@ class Launch:
         """Keep the result, or return the error that explains why there is none."""
         self._returned, error = conclusion.load_results(attempt.results, files)
         written = attempt.output.ranks
-        account = conclusion.account_of(self.name, attempt, files)
+        account = conclusion.account_of(
+            self.name, attempt, files, is_shown=self._is_blocking and self._view.shows_failures
+        )
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))

@@ -48,14 +48,15 @@ def session(
     Args:
         num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
             nodes 1 each.
-        name: Names the session; several may live side by side. Default: ``"main"``.
+        name: Names the session; several may live side by side. Default: ``"main"``. If a session of this name lives
+            and was started with the same arguments, it is returned.
         idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
         options: ``engine``, ``num_nodes``, ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``),
             ``threads_per_rank``, ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for
             `nblaunch.notebook_launcher`.
 
     Raises:
-        ArgumentError: An argument is invalid, or a session of this name lives. Nothing was started.
+        ArgumentError: An argument is invalid, or a session of this name lives that has others. Nothing was started.
         StartError: The ranks could not be started.
 
     Example:
@@ -66,13 +67,14 @@ def session(
     refuse_nested()
     if not str(name).isidentifier():
         raise ArgumentError(f"name={name!r}: must be a Python name")
-    if find(name) is not None:
-        raise ArgumentError(
-            f"name={name!r}: this session is already running; {command(name, 'stop')} ends it, or choose another name"
-        )
     unknown = set(options) - OPTIONS
     if unknown:
         raise unknown_argument("session", min(unknown), ["num_processes", "name", "idle_timeout", *sorted(OPTIONS)])
+    given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
+    given = {option: value for option, value in given.items() if value is not None}
+    running = find(name)
+    if running is not None:
+        return _same(running, given)
     timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
     engine = current.chosen(options.pop("engine", "auto"), options.pop("num_nodes", None))
     if not engine.is_local:
@@ -83,9 +85,24 @@ def session(
     plan = with_usable_method(plan, engine, shown)
     names = host().notebook_names()
     names = main_names() if names is None else names
-    made = Session(name, plan, names, engine, timeout, _register)
+    made = Session(name, plan, names, engine, timeout, _register, given)
     made.start()
     return made
+
+
+def _same(running: Session, given: Mapping[str, Any]) -> Session:
+    """Return a session that runs, if it was started with these arguments."""
+    for option in sorted({*given, *running.given}):
+        has, wanted = running.given.get(option, "default"), given.get(option, "default")
+        if has != wanted:
+            raise ArgumentError(
+                f"{option}={wanted!r:.80}: session {running.name} is running, with {option}={has!r:.80}. "
+                f"{command(running.name, 'stop')} ends it; another name= starts another session beside it"
+            )
+    ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
+    host().writer()(f"session {running.name} is running: {ranks}, with the variables of earlier cells\n", "out")
+    _register(running, True)
+    return running
 
 
 def main_names() -> dict[str, Any]:

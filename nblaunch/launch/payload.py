@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import linecache
+import logging
 import multiprocessing
 import random
 import sys
@@ -12,7 +13,7 @@ import types
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
@@ -23,7 +24,7 @@ from nblaunch.transfer import definitions, notebook_shell, parameters, pickling,
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
+from nblaunch.wire.messages import Cell, Payload, RootLogger, Settings, Source, WarningFilter
 from nblaunch.wire.session_messages import Question
 
 _FIX = "create it inside the function, or send the data to create it from"
@@ -271,7 +272,7 @@ def _is_watched(value: Any) -> bool:
 
 
 def settings() -> Settings:
-    """Return the random states and flags of this process."""
+    """Return the random states, flags and logging of this process."""
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
     return Settings(
@@ -280,8 +281,24 @@ def settings() -> Settings:
         numpy_rng=None if numpy_random is None else numpy_random.get_state(),
         warning_filters=_warning_filters(),
         flags=read_flags(),
+        logging=_root_logger(),
         **({} if torch is None else _torch_settings(torch)),
     )
+
+
+_STYLES: dict[type, Literal["%", "{", "$"]] = {logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
+
+
+def _root_logger() -> RootLogger | None:
+    """Return how the notebook has configured the root logger; None if it has not. Other handlers stay here."""
+    root = logging.getLogger()
+    handler = next((each for each in root.handlers if type(each) is logging.StreamHandler), None)
+    if handler is None:
+        return None if root.level == logging.WARNING else RootLogger(root.level)
+    formatter = handler.formatter if type(handler.formatter) is logging.Formatter else logging.Formatter("%(message)s")
+    style = _STYLES.get(type(formatter._style), "%")
+    is_stdout = handler.stream in (sys.stdout, sys.__stdout__)
+    return RootLogger(root.level, True, is_stdout, formatter._style._fmt, formatter.datefmt, style)
 
 
 def _warning_filters() -> tuple[WarningFilter, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
@@ -47,9 +47,18 @@ class Session:
     """
 
     def __init__(
-        self, name: str, plan: Plan, names: dict[str, Any], engine: Engine, idle: float | None, register: Register
+        self,
+        name: str,
+        plan: Plan,
+        names: dict[str, Any],
+        engine: Engine,
+        idle: float | None,
+        register: Register,
+        given: Mapping[str, Any],
     ) -> None:
         self.name, self.world_size = name, plan.world_size
+        self.given = given
+        """The arguments that it was started with."""
         self._engine, self._idle_timeout, self._register = engine, idle, register
         self._ranks = SessionRanks(name, plan, names, engine)
         self._questions = Questions(self._ranks)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.frontend import host
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from nblaunch.launch.group import WorkerGroup
 
 _MAX_NAMED = 6
+_MAX_PUSHED = 3
 """Names in one note."""
 
 
@@ -109,8 +111,6 @@ class Turn:
                 self.view.on(Note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon"))
                 ranks.leaving = ""
             ranks.late_output.show(self.view)
-            if self._names:
-                self._note_sent()
             function = self.job.payload.function
             wanted = function.ranks if isinstance(function, Question) else None
             log_dir = str(self.files.directory)
@@ -147,21 +147,22 @@ class Turn:
         return is_over
 
     # -------------------------------------------------------------- notes
-    def _note_sent(self) -> None:
-        self.view.on(Note(f"sent: {_listed(sorted(self._names))}"))
-
     def _note_taken(self) -> None:
         """Note what the ranks have made of these names, before they work with them for hours."""
         taken = [(rank.rank, rank.taken) for rank in self.task.present]
         kept: dict[tuple[int, ...], list[str]] = {}
         for name in sorted({name for _, each in taken for name in each.kept}):
             kept.setdefault(tuple(rank for rank, each in taken if name in each.kept), []).append(name)
+        sent = sorted({*self._names}.difference(*(names for ranks, names in kept.items() if len(ranks) == len(taken))))
+        if sent:
+            self.view.on(Note(f"sent: {_listed(sent)}"))
         for ranks, names in kept.items():
-            if len(ranks) == len(taken):
-                whose = "the ranks have their own, and keep it"
-            else:
-                whose = f"{_in_words(ranks)} {'have their' if len(ranks) > 1 else 'has its'} own, unlike the others"
-            self.view.on(Note(f"{_listed(names)}: {whose}; a push of the session replaces it"))
+            whose = "the ranks'" if len(ranks) == len(taken) else f"{_in_words(ranks)}'s"
+            value = "values" if len(names) > 1 else "value"
+            push = f"{self._session_variable()}.push({', '.join(f'{name}={name}' for name in names[:_MAX_PUSHED])})"
+            replaces = "replaces them" if len(names) > 1 else "replaces it"
+            said = f"this cell used {whose} own {value}, not the notebook's. {push} {replaces}"
+            self.view.on(Note(f"{_listed(names)}: {said}"))
         replaced = sorted({name for _, each in taken for name in each.replaced})
         if replaced:
             self.view.on(
@@ -174,6 +175,14 @@ class Turn:
                     "not change"
                 )
             )
+
+    def _session_variable(self) -> str:
+        """Return a variable of the notebook that holds the session, else a word for it."""
+        for name, value in list((host().notebook_names() or {}).items()):
+            is_ours = type(value).__module__.startswith("nblaunch.") and not name.startswith("_")
+            if is_ours and getattr(value, "_ranks", None) is self._ranks:
+                return name
+        return "session"
 
     def _note_desync(self) -> None:
         """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""

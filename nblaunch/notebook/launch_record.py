@@ -35,7 +35,7 @@ def record_of(
         state=state.state.name if ended_at else "running",
         seconds=state.state.seconds or seconds,
         message=state.state.message,
-        world_size=info.world_size if info else 0,
+        ranks=info.ranks_in_words if info else "0 ranks",
         device=info.device if info else "",
         ended_at=ended_at,
         metrics={name: _thinned(ranks, numbered=name in state.plan.numbered) for name, ranks in state.series.items()},

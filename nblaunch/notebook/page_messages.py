@@ -152,7 +152,6 @@ class FailureEntry:
     source: str
     traceback: str
     others: Sequence[str]
-    log: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +229,7 @@ class PanelInfo:
     launch: str
     name: str
     world_size: int
+    ranks: str
     device: str
     start_method: str
     blocking: bool

@@ -89,6 +89,7 @@ class PanelView(View):
 
     wants_text = False
     shows_console = True
+    shows_failures = True
 
     def __init__(self, shell: Any) -> None:
         self._display = CellDisplay(shell)
@@ -232,6 +233,7 @@ class PanelView(View):
             launch=self._info.launch_id,
             name=self._info.name,
             world_size=self._info.world_size,
+            ranks=self._info.ranks_in_words,
             device=self._info.device,
             start_method=self._info.start_method,
             blocking=self._blocking,

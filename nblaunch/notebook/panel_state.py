@@ -366,5 +366,4 @@ def _failure_entry(failure: Failure | None) -> FailureEntry | None:
         source=failure.source[:_MAX_LINE_LENGTH],
         traceback=failure.traceback[-_MAX_TEXT_LENGTH:],
         others=[other[:_MAX_LINE_LENGTH] for other in failure.others[:_MAX_OTHERS]],
-        log=failure.log,
     )

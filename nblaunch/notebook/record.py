@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.launch.output.terminal_lines import without_colours
-from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views.events import Failure, duration_text
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
 from nblaunch.notebook.charts import COLOURS, Summary, clean, summarise
 from nblaunch.notebook.downsampling import Point
@@ -59,7 +58,8 @@ class Record:
     """running, finished, failed or stopped."""
     seconds: float
     message: str
-    world_size: int
+    ranks: str
+    """As in ``2 ranks`` or ``rank 0 of 2``."""
     device: str
     ended_at: float
     """Seconds since the epoch; 0.0: it still runs."""
@@ -85,8 +85,8 @@ class Record:
     def heading(self) -> tuple[str, str, list[str]]:
         """Return the mark and colour of the state, and the facts that follow it."""
         mark, colour, preposition = _STATES.get(self.state, ("", COLOURS[0], "after"))
-        when = f"{preposition} {_duration(self.seconds)}"
-        return mark, colour, [when, counted(self.world_size, "rank"), one_line(self.device, 100)]
+        when = f"{preposition} {duration_text(self.seconds)}"
+        return mark, colour, [when, self.ranks, one_line(self.device, 100)]
 
     def summaries(self) -> list[list[Summary]]:
         """Return the metrics in numbers, those of each chart together."""
@@ -142,10 +142,3 @@ def counted(number: int, name: str) -> str:
 def rank_name(rank: int) -> str:
     """Return "rank 3", or "the launch" for -1."""
     return f"rank {rank}" if rank >= 0 else "the launch"
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds) or seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

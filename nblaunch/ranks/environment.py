@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import multiprocessing.process
 import os
 import random
@@ -21,7 +22,7 @@ from nblaunch.machine import heap, processes
 from nblaunch.ranks.reaper import open_log
 from nblaunch.transfer.flags import set_flags
 from nblaunch.wire.drops import Counter, Kind, log_limit
-from nblaunch.wire.messages import RankSpec, Settings, WarningFilter
+from nblaunch.wire.messages import RankSpec, RootLogger, Settings, WarningFilter
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
@@ -181,7 +182,7 @@ def set_threads(threads: int) -> None:
 
 
 def apply_settings(settings: Settings) -> None:
-    """Apply the notebook's random states, flags and warning filters."""
+    """Apply the notebook's random states, flags, logging and warning filters."""
     if settings.authkey is not None:
         multiprocessing.process.current_process().authkey = settings.authkey
     if settings.python_rng is not None:
@@ -193,6 +194,8 @@ def apply_settings(settings: Settings) -> None:
     if settings.torch_rng is not None:
         _apply_torch(settings)
     set_flags(settings.flags)
+    if settings.logging is not None:
+        _apply_logging(settings.logging)
     if settings.warning_filters is not None:
         entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
         filters: Any = warnings.filters  # typeshed calls it a Sequence
@@ -201,6 +204,15 @@ def apply_settings(settings: Settings) -> None:
         reset = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
         if reset is not None:  # modules that have warned already must apply the new filters
             reset()
+
+
+def _apply_logging(given: RootLogger) -> None:
+    """Log as the notebook does, to this rank's log, unless a package that is imported here has set its own handlers."""
+    root = logging.getLogger()
+    root.setLevel(given.level)
+    if given.has_handler and not root.handlers:
+        stream = sys.stdout if given.is_stdout else sys.stderr
+        logging.basicConfig(stream=stream, format=given.format, datefmt=given.datefmt, style=given.style)
 
 
 def _apply_torch(settings: Settings) -> None:

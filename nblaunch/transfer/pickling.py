@@ -160,6 +160,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         kind = type(obj)
         if kind is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
             return importlib.import_module, (obj.__name__,)  # cloudpickle sends no module of a subclass
+        if tensors.needs_unwrapping(obj):
+            return tensors.unwrapped, (obj.module,)
         reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj)
         reduced = reduced or reducers.reduce(obj, self._buffers)
         if reduced is not None:

@@ -141,6 +141,19 @@ def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     return None
 
 
+def needs_unwrapping(obj: Any) -> bool:
+    """Return True for a rank's DistributedDataParallel: its receiver may have no process group, and gets the module."""
+    torch = sys.modules.get("torch")
+    if torch is None or rank_variables.RANK not in os.environ or not hasattr(torch.nn, "parallel"):
+        return False
+    return issubclass(type(obj), torch.nn.parallel.DistributedDataParallel)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module of a DistributedDataParallel."""
+    return module
+
+
 # ------------------------------------------------------------------ storages
 def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     if storage.device.type == "cuda":

@@ -333,8 +333,23 @@ class Settings:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Of Python, NumPy and torch, by the names in `nblaunch.transfer.flags`."""
     warning_filters: tuple[WarningFilter, ...] | None = None
+    logging: RootLogger | None = None
+    """None: the notebook has not configured it."""
     ranks: tuple[int, ...] | None = None
     """The ranks that apply them; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootLogger:
+    """What ``logging.basicConfig`` sets."""
+
+    level: int
+    has_handler: bool = False
+    """Whether a handler writes to stdout or stderr."""
+    is_stdout: bool = False
+    format: str = "%(message)s"
+    datefmt: str | None = None
+    style: Literal["%", "{", "$"] = "%"
 
 
 @dataclass(frozen=True, slots=True)

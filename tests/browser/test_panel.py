@@ -112,7 +112,7 @@ def test_a_log_scrolled_out_of_the_page_continues_at_its_end(lab: Lab) -> None:
     lab.page.evaluate(_SCROLLED_AND_HIDDEN)
     lab.wait_for_state("finished")
     lab.log_says("step 380")
-    assert lab.button("Pause").is_visible()
+    assert lab.panel.locator(".nbl-follow").is_hidden()  # it follows, and nothing more comes
 
 
 _SCROLLED_AND_HIDDEN = """async () => {
@@ -268,6 +268,56 @@ def _failure_is_on_top(lab: Lab) -> None:
         "() => { const p = document.querySelector('.nbl-root'); return p.scrollWidth <= p.clientWidth }"
     )
     lab.panel.scroll_into_view_if_needed()
+
+
+LONG_LINES = """
+class Images:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 17:
+            raise ValueError("bad image 17")
+        return index
+
+def load(rank):
+    import torch
+    torch.manual_seed(rank)
+    for i in range(60):
+        print(f"step {i}", "\\x1b[31mred\\x1b[0m " * (30 if i % 3 == 0 else 1), "end", i)
+    if rank == 0:
+        list(torch.utils.data.DataLoader(Images(), batch_size=8, num_workers=1))
+
+notebook_launcher(load, num_processes=2, max_restarts=1)
+"""
+
+
+@pytest.mark.parametrize("size", [(700, 1000)])
+def test_long_lines_wrap_below_a_short_headline_and_the_notes(lab: Lab) -> None:
+    lab.run(LONG_LINES)
+    lab.wait_for_state("failed")
+    cause, notes, log = (lab.panel.locator(f".nbl-{name}") for name in ("cause", "notes", "log"))
+    assert cause.inner_text() == "Rank 0 failed: ValueError: bad image 17 (in DataLoader worker 0)"
+    assert "bad image 17 (in DataLoader worker 0): restarting all ranks (1 of 1)" in notes.inner_text()
+    ends_in_sight = """log => {
+        const [rows, box] = [[...log.querySelectorAll('.nbl-line')], log.getBoundingClientRect()]
+        const last = rows.at(-1).getBoundingClientRect()
+        const apart = rows.slice(1).some((row, i) =>
+            Math.abs(row.getBoundingClientRect().top - rows[i].getBoundingClientRect().bottom) > 1)
+        return !apart && log.scrollWidth <= log.clientWidth && Math.abs(last.bottom - box.bottom) < 3
+            && rows.some(row => row.offsetHeight > 30)
+    }"""
+    lab.page.wait_for_function(f"() => ({ends_in_sight})(document.querySelector('.nbl-log'))")
+    log.scroll_into_view_if_needed()
+    keep_picture(lab.page, "long-lines-narrow.png")
+    lab.page.set_viewport_size({"width": 1100, "height": 1000})
+    with lab.theme(DARK):
+        notes.scroll_into_view_if_needed()
+        lab.page.wait_for_function(f"() => ({ends_in_sight})(document.querySelector('.nbl-log'))")
+        keep_picture(lab.page, "long-lines-dark.png")
+    lab.panel.get_by_role("button", name="Wrap long lines").click()
+    assert log.evaluate("log => log.scrollWidth > log.clientWidth")
+    assert log.evaluate("log => [...log.querySelectorAll('.nbl-line')].every(row => row.offsetHeight === 18)")
 
 
 @pytest.mark.parametrize("size", [(1200, 1300)])

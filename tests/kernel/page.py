@@ -30,6 +30,7 @@ class Page:
     """When the kernel sent each, its content and its buffer."""
     displays: list[dict[str, Any]] = field(default_factory=list)
     """Each bundle that was displayed."""
+    tracebacks: list[str] = field(default_factory=list)
     idle: set[str] = field(default_factory=set)
     subshells: list[str] = field(default_factory=list)
     """All that it has asked for."""
@@ -70,6 +71,8 @@ class Page:
             self.messages.append((sent, content["data"]["content"], buffer))
         elif kind in ("display_data", "update_display_data"):
             self.displays.append(content["data"])
+        elif kind == "error":
+            self.tracebacks.append("\n".join(content["traceback"]))
         elif kind == "status" and content["execution_state"] == "idle":
             self.idle.add(message["parent_header"].get("msg_id", ""))
 

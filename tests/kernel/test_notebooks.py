@@ -73,7 +73,7 @@ def test_debugging_shows_what_one_types_and_sees(tmp_path: Path, monkeypatch: py
             if cell.cell_type == "code":
                 shown = "".join(re.findall(r"^```text\n(.*?)^```", after.source, flags=re.DOTALL | re.MULTILINE))
                 lines = re.findall(r"^\(rank \d of 2\) (.*)\n", shown, flags=re.MULTILINE)
-                done = kernel.debug(cell.source.replace("timeout=15", "timeout=1"), *lines).check()
+                done = kernel.debug(cell.source.replace("timeout=40", "timeout=1"), *lines).check()
                 box = [f"{prompt}{line}" for prompt, line in zip(done.prompts, lines, strict=True)]
                 seen = "\n".join([re.sub(r"\x1b\[[0-9;]*m", "", done.text), *box])
                 assert not lines or [line for line in shown.splitlines() if line not in seen] == []

@@ -312,6 +312,18 @@ notebook_launcher(fails, num_processes=2)
     assert failure["where"].endswith(", line 5")
     assert dict(page.part("ranks"))[1] == "failed"
     assert "no such class: 11" in page.displays[-1]["text/html"]
+    page.take_until(lambda: page.tracebacks)
+    first, place, source, last = page.tracebacks[0].splitlines()  # the panel has the rest
+    assert first == "ValueError: no such class: 11"
+    assert (place, source) == (f"On rank 1 of fails, {failure['where']}:", f"    {failure['source']}")
+    assert last.startswith("The panel has the traceback. Logs: /")
+    page.kernel.client.allow_stdin = False  # as papermill does: its logs have the error alone
+    try:
+        page.run("notebook_launcher(fails, num_processes=2)")
+    finally:
+        page.kernel.client.allow_stdin = True
+    page.take_until(lambda: len(page.tracebacks) > 1)
+    assert "Traceback (most recent call last):" in page.tracebacks[1]
 
 
 def test_stacks_come_to_the_page_while_the_cell_blocks(page: Page) -> None:

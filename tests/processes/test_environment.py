@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import resource
 import sys
@@ -440,3 +441,24 @@ def test_a_failure_comes_up_when_no_restart_is_left(launch: Launcher, tmp_path: 
     with pytest.raises(ConnectionResetError, match=r"^not yet$"):
         launch(fail_at_first, (str(tmp_path),), max_restarts=1)
     assert (tmp_path / "attempts").read_text() == "xx"
+
+
+def _log() -> None:
+    logging.getLogger("train").debug("hidden")
+    logging.getLogger("train").info("shown")
+
+
+@pytest.mark.parametrize(("style", "form"), [("%", "%(levelname)s|%(message)s"), ("{", "{levelname}|{message}")])
+def test_ranks_log_as_the_notebook_does(style: Any, form: str, launch: Launcher) -> None:
+    root, handler = logging.getLogger(), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(form, style=style))
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        result = launch(_log)
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+    assert [logs.text() for logs in result.logs] == ["INFO|shown\n"] * 2
+    assert [logs.text() for logs in launch(_log).logs] == [""] * 2

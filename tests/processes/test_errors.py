@@ -507,6 +507,19 @@ def test_waiting_for_a_finished_rank_is_reported(launch: Launcher) -> None:
 
 
 # ------------------------------------------------------------------ results that cannot come back
+def _returns_ddp_models() -> dict[str, Any]:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    return {"models": (model, torch.compile(model, backend="eager")), "optimizer": torch.optim.SGD(model.parameters())}
+
+
+def test_of_a_ddp_model_in_a_result_the_module_arrives(launch: Launcher) -> None:
+    result = launch(_returns_ddp_models)[0]
+    model, compiled = result["models"]
+    assert type(model) is torch.nn.Linear
+    assert compiled._orig_mod is model
+    assert result["optimizer"].param_groups[0]["params"][0] is model.weight
+
+
 def test_an_unsendable_result_is_named_and_the_others_survive(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

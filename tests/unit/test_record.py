@@ -27,7 +27,7 @@ FINISHED = Record(
     state="finished",
     seconds=12.34,
     message="",
-    world_size=2,
+    ranks="2 ranks",
     device="cpu",
     ended_at=1_795_254_000.0,
     metrics={"loss": {0: [(0, 2.0), (1, 1.0)], 1: [(0, 2.0), (1, 1.0)]}, "accuracy": ACCURACY},
@@ -171,7 +171,7 @@ def page(record: Record) -> Page:
 
 
 def tail_of(*lines: str, more: bool = False) -> Record:
-    return replace(FINISHED, metrics={}, world_size=1, tails=[RankTail(0, lines, more, f"{LOGS}/rank0.out")])
+    return replace(FINISHED, metrics={}, ranks="1 rank", tails=[RankTail(0, lines, more, f"{LOGS}/rank0.out")])
 
 
 # ------------------------------------------------------------------ how it went
@@ -206,7 +206,7 @@ def test_the_text_says_first_how_it_went() -> None:
     ],
 )
 def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: str) -> None:
-    record = replace(FINISHED, state=state, seconds=seconds, world_size=1, ended_at=math.nan)
+    record = replace(FINISHED, state=state, seconds=seconds, ranks="1 rank", ended_at=math.nan)
     assert as_text(record).startswith(f"train: {expected} · 1 rank · cpu\n")
     assert f"{expected} · 1 rank · cpu\n" in page(record).text
 
@@ -363,7 +363,9 @@ def test_the_text_keeps_a_warnings_remedy(ranks: int, is_whole: bool) -> None:
     """With many ranks the beginning of its line."""
     line = f"/lib/python3.11/site-packages/run.py:12: UserWarning: {'the loss is nan, ' * 12}: set clip=1.0"
     tails = [RankTail(rank, (line,), False, "") for rank in range(ranks)]
-    text = as_text(replace(FINISHED, world_size=ranks, tails=tails, notes=[f"{'a note ' * 30}: restart the session"]))
+    text = as_text(
+        replace(FINISHED, ranks=f"{ranks} ranks", tails=tails, notes=[f"{'a note ' * 30}: restart the session"])
+    )
     assert text.count("set clip=1.0\n") == ranks * is_whole
     assert text.count("run.py:12: UserWarning: the loss is nan") == ranks
     assert ": restart the session\n" in text
@@ -411,7 +413,7 @@ def hostile(text: str) -> Record:
         state="failed",
         seconds=1.0,
         message=text,
-        world_size=2,
+        ranks="2 ranks",
         device=text,
         ended_at=1e300,
         metrics={text: {0: [(0, 0.0), (1, 1.0)], 1: [(0, 0.0), (1, 2.0)]}, text + "2": {0: [(0, 0.0)]}},
@@ -475,7 +477,7 @@ def test_the_size_is_bounded_whatever_it_holds(line: str, ranks: int) -> None:
 def test_of_a_thousand_ranks_the_first_are_kept() -> None:
     tails = [RankTail(rank, (f"from {rank}",), False, "") for rank in reversed(range(1000))]
     series = {rank: [(float(x), float(rank)) for x in range(10)] for rank in range(1000)}
-    html = as_html(replace(FINISHED, world_size=1000, tails=tails, metrics={"loss": series}))
+    html = as_html(replace(FINISHED, ranks="1000 ranks", tails=tails, metrics={"loss": series}))
     assert len(html.encode()) <= 150_000
     assert "from 63\n" in Page(html).text
     assert "from 64\n" not in Page(html).text
@@ -484,7 +486,7 @@ def test_of_a_thousand_ranks_the_first_are_kept() -> None:
 
 def test_of_many_ranks_each_keeps_a_few_lines() -> None:
     tails = [RankTail(rank, tuple(f"{rank}: line {i} {'x' * 50}" for i in range(30)), False, "") for rank in range(64)]
-    shown = page(replace(FAILED, world_size=64, tails=tails, failure=replace(FAILURE, rank=50))).text
+    shown = page(replace(FAILED, ranks="64 ranks", tails=tails, failure=replace(FAILURE, rank=50))).text
     for rank in range(64):
         assert f"\n{rank}: line 29 xxx" in shown
     assert shown.index("50: line 29") < shown.index("0: line 29 ")

@@ -24,6 +24,9 @@ class View(ABC):
     shows_console: bool = False
     """True for a view in which the user types for the ranks."""
 
+    shows_failures: bool = False
+    """True for a view that shows a failure with its traceback."""
+
     @abstractmethod
     def on(self, event: Event) -> None:
         """Show an event. Ignore those that the view has no use for."""
@@ -48,6 +51,7 @@ class ShieldedView(View):
     def __init__(self, view: View) -> None:
         self._view = view
         self.wants_text, self.shows_notes, self.shows_console = view.wants_text, view.shows_notes, view.shows_console
+        self.shows_failures = view.shows_failures
 
     def on(self, event: Event) -> None:
         try:

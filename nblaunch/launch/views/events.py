@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,16 @@ class LaunchInfo:
     """Whether the ranks stay after it, with their variables."""
     hosts: Sequence[str] = ()
     """The node of each rank, by name; none if all are on the notebook's own machine."""
+    only: Sequence[int] | None = None
+    """The ranks that a cell is for; None: all."""
+
+    @property
+    def ranks_in_words(self) -> str:
+        """As in ``2 ranks`` or ``rank 0 of 2``."""
+        shown = self.only if self.only is not None and len(self.only) < self.world_size else None
+        if shown is None:
+            return f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+        return f"rank{'s' * (len(shown) != 1)} {', '.join(map(str, shown))} of {self.world_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,16 @@ class Outcome:
     message: str
     """One line: the root cause of a failure."""
     failure: Failure | None = None
+
+
+def duration_text(seconds: float) -> str:
+    """Return, for example, ``40 ms``, ``3.2 s`` or ``2 min 05 s``."""
+    if 0 < seconds < 0.0995:
+        return f"{math.ceil(seconds * 1000)} ms"
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 # ------------------------------------------------------------------ the events

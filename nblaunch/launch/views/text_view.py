@@ -32,6 +32,7 @@ from nblaunch.launch.views.events import (
     Stream,
     Stuck,
     Tick,
+    duration_text,
 )
 from nblaunch.machine import timeouts
 
@@ -214,7 +215,7 @@ class TextView(View):
         ]
         if outcome.state != "finished" or self._noted:
             name = self._info.name if self._info else "the launch"
-            closing.append(f"nblaunch: {name} {outcome.state} after {outcome.seconds:.1f} s")
+            closing.append(f"nblaunch: {name} {outcome.state} after {duration_text(outcome.seconds)}")
         self._add(_NBLAUNCH, closing)
         self._emit(_MAX_END_BYTES if self._late else _MAX_EMISSION_BYTES)
 

@@ -34,7 +34,7 @@ export class FailureView {
 
   /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
-    const { rank, headline, details, where, source, traceback, others, log } = failure;
+    const { rank, headline, details, where, source, traceback, others } = failure;
     const parts = [el("div", { class: "nbl-cause", role: "alert" }, headline)];
     if (details) parts.push(el("pre", { class: "nbl-trace" }, String(details).replace(COLOUR_CODES, "")));
     if (where || source) {
@@ -78,7 +78,7 @@ export class FailureView {
             `Show the log of rank ${rank}`,
           )
         : null;
-    parts.push(el("div", { class: "nbl-foot" }, button, log ? el("span", { class: "nbl-path" }, String(log)) : null));
+    if (button) parts.push(el("div", { class: "nbl-foot" }, button));
     return parts;
   }
 }

@@ -38,6 +38,7 @@ export function clockText(seconds) {
 /** Format a duration. @param {number} seconds */
 export function durationText(seconds) {
   seconds = Number(seconds) || 0;
+  if (seconds > 0 && seconds < 0.0995) return `${Math.ceil(seconds * 1000)} ms`;
   return seconds < 59.95 ? `${seconds.toFixed(1)} s` : clockText(seconds);
 }
 

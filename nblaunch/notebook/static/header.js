@@ -10,12 +10,17 @@ const STATE_WORDS = {
   finished: "Finished",
   failed: "Failed",
   stopped: "Stopped",
+  waiting: "Waiting for you",
+  timeout: "Timed out",
   gone: "Kernel restarted",
 };
 
 /** @param {import("./state.js").PanelState} panel */
 function shownState(panel) {
-  return panel.kernel.gone && ACTIVE_STATES.includes(panel.state.name) ? "gone" : panel.state.name;
+  const { name, message } = panel.state;
+  if (panel.kernel.gone && ACTIVE_STATES.includes(name)) return "gone";
+  if (name === "running" && panel.debug.ranks.length) return "waiting";
+  return name === "stopped" && message.startsWith("LaunchTimeoutError") ? "timeout" : name;
 }
 
 export class HeaderView {
@@ -26,8 +31,7 @@ export class HeaderView {
     this.pill = el("span", { class: "nbl-pill" });
     this.live = el("span", { class: "nbl-live", role: "status", "aria-live": "polite" }, this.pill);
     this.time = el("span", { class: "nbl-time", role: "timer", "aria-label": "Elapsed time", "aria-live": "off" });
-    const ranks = `${info.world_size} ${info.world_size === 1 ? "rank" : "ranks"}`;
-    this.where = el("span", { class: "nbl-where" }, [ranks, info.device].filter(Boolean).join(" · "));
+    this.where = el("span", { class: "nbl-where" }, [info.ranks, info.device].filter(Boolean).join(" · "));
     // Ignore the second click of a double click: it would kill ranks that save checkpoints.
     const stop = (/** @type {MouseEvent} */ event) => event.detail < 2 && kernel.stop();
     this.stop = el("button", { type: "button", class: "nbl-button nbl-stop", on_click: stop });
@@ -72,7 +76,9 @@ export class HeaderView {
     const { panel } = this;
     const { kernel, state } = panel;
     const name = shownState(panel);
-    setText(this.pill, STATE_WORDS[name] ?? name);
+    const { ranks } = panel.debug;
+    const who = name === "waiting" ? `: rank${ranks.length > 1 ? "s" : ""} ${ranks.join(", ")}` : "";
+    setText(this.pill, (STATE_WORDS[name] ?? name) + who);
     setAttribute(this.pill, "data-state", name);
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");
     this.stop.hidden = !panel.active;
@@ -88,6 +94,7 @@ export class HeaderView {
     setAttribute(this.stop, "title", kills ? killing : stopping);
     this.stacks.hidden = !ACTIVE_STATES.includes(state.name);
     this.stacks.disabled = !panel.active;
+    this.restart.hidden = !ACTIVE_STATES.includes(state.name);
     setText(this.restart, kernel.armed ? "Click again to restart" : "Restart kernel");
     this.restart.classList.toggle("nbl-armed", kernel.armed);
     setText(

@@ -59,6 +59,7 @@ export class LogView {
     });
     this.notes = el("div", { class: "nbl-notes", role: "log", "aria-label": "Notes of nblaunch", hidden: true });
     this.path = el("span", { class: "nbl-path" });
+    this.file = el("span", {}, "Saved in ", this.path, " ", this.#copier());
     this.count = el("span", { class: "nbl-lines" });
     this.body = el(
       "div",
@@ -86,7 +87,7 @@ export class LogView {
       ),
       this.notes,
       this.body,
-      el("div", { class: "nbl-foot" }, this.path, this.count),
+      el("div", { class: "nbl-foot" }, this.file, this.count),
     );
     this.input.value = panel.reading.query;
     /** @type {number | undefined} */ this.failed = undefined;
@@ -125,6 +126,17 @@ export class LogView {
     if (failed !== undefined && failed !== this.failed) this.wanted = failed;
     this.failed = failed;
     this.#tools();
+  }
+
+  #copier() {
+    const label = "Copy path";
+    const copy = async () => {
+      const done = await copyText(this.path.textContent ?? "", this.node);
+      setText(button, done ? "Copied" : "No access");
+      setTimeout(() => setText(button, label), COPIED_MS);
+    };
+    const button = el("button", { type: "button", class: "nbl-link", on_click: copy }, label);
+    return button;
   }
 
   #showNotes() {
@@ -232,6 +244,7 @@ export class LogView {
     this.more.hidden = unseen === 0;
     if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
     const { log_dir } = panel.state;
+    this.file.hidden = !log_dir;
     setText(
       this.path,
       !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,

@@ -43,8 +43,7 @@
  * @property {string} where
  * @property {string} source
  * @property {string} traceback
- * @property {string[]} others
- * @property {string} log */
+ * @property {string[]} others */
 /** The stacks of all live ranks, and their time in seconds since the launch began.
  * @typedef {object} StacksEntry
  * @property {number} time
@@ -89,6 +88,7 @@
  * @property {string} launch
  * @property {string} name
  * @property {number} world_size
+ * @property {string} ranks
  * @property {string} device
  * @property {string} start_method
  * @property {boolean} blocking

@@ -6,7 +6,7 @@ import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
 const OLDER_TIMEOUT_MS = 10000;
-const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
+const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
 /** @typedef {import("./page_messages.js").FromPage} FromPage */

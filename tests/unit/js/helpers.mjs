@@ -69,6 +69,7 @@ export class FakeModel {
         launch: "L1",
         name: "train",
         world_size: 2,
+        ranks: "2 ranks",
         device: "cpu",
         start_method: "forkserver",
         blocking: true,

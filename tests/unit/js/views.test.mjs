@@ -53,7 +53,6 @@ const FAILURE = {
   source: "",
   traceback: "trace",
   others: ["rank 0: the same"],
-  log: "",
 };
 
 /** Scroll as a reader does. */
@@ -292,6 +291,20 @@ test("lines that come unasked leave what is read where it is", (t) => {
   page.draw();
   assert.equal(first(), read);
   assert.equal(log.scrollTop, 90 * 18);
+});
+
+test("the pill says when a rank waits for the user, and what timed out", (t) => {
+  const { delta, view } = opened(t);
+  const { host } = view();
+  const pill = () => [host.one("nbl-pill").textContent, host.one("nbl-pill").getAttribute("data-state")];
+  delta({ debug: { text: "> stopped\n", prompt: null, ranks: [1] } });
+  assert.deepEqual(pill(), ["Waiting for you: rank 1", "waiting"]);
+  delta({ debug: { text: "", prompt: null, ranks: [] } });
+  assert.deepEqual(pill(), ["Running", "running"]);
+  assert.ok(!host.one("nbl-restart").hidden);
+  delta({ state: { name: "stopped", seconds: 4, message: "LaunchTimeoutError: train took longer than 4 s" } });
+  assert.deepEqual(pill(), ["Timed out", "timeout"]);
+  assert.ok(host.one("nbl-restart").hidden);
 });
 
 test("what nblaunch says stands above the log, and a snapshot replaces it", (t) => {
