@@ -95,7 +95,7 @@ def test_a_cut_cable_is_a_lost_node_and_nothing_is_left_there(launch_alone: Laun
     try:
         with pytest.raises(NodeLostError, match=r"^ranks 2 to 3 are lost with node n2"):
             running.result()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30  # TCP itself takes minutes
         eventually(lambda: not weak_cluster[1].python())
     finally:
         weak_cluster[1].restore()
