@@ -18,4 +18,18 @@ fi
 # The address that Jupyter prints leads to the notebook, also where no browser can be opened.
 options=(--ServerApp.root_dir="$root/notebooks" --LabApp.default_url=/lab/tree/quickstart.ipynb)
 if [ "$(id -u)" -eq 0 ]; then options+=(--allow-root); fi  # Jupyter refuses root otherwise
+# JupyterLab's log hides the address: say it again, once the server has written its file.
+tell_address() {
+    local file
+    file=$("$python" -m jupyter --runtime-dir)/jpserver-$1.json
+    while kill -0 "$1" 2> /dev/null && [ ! -s "$file" ]; do sleep 0.5; done
+    sleep 3  # the rest of its log
+    "$python" - "$file" 2> /dev/null << 'END' || true
+import json, sys
+server = json.load(open(sys.argv[1]))
+print(f"\nOpen {server['url']}lab/tree/quickstart.ipynb?token={server['token']}   (Ctrl-C here ends JupyterLab)")
+print("Running the notebook saves its outputs: `git restore notebooks/quickstart.ipynb` removes them.", flush=True)
+END
+}
+tell_address $$ >&2 &
 exec "$python" -m jupyterlab "${options[@]}" "$@"

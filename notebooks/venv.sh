@@ -5,6 +5,7 @@
 #
 # use_venv EXTRA leaves the environment's interpreter in $python.
 
+SAY_EVERY_S=20
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf '%s\n' "$*" >&2; }
@@ -38,11 +39,35 @@ make_venv() {
     "$base" -m venv "$venv" || die "could not make $venv. On Debian and Ubuntu: apt-get install python3-venv"
 }
 
+# Run pip install; without a terminal, say every 20 s what it does. A failure shows all that it has printed.
+pip_install() (  # in a subshell, which has traps of its own
+    local command=("$python" -m pip install --disable-pip-version-check "$@") log status=0 pid
+    if [ -t 2 ]; then "${command[@]}" >&2; exit; fi
+    log=$(mktemp)
+    "${command[@]}" --progress-bar off > "$log" 2>&1 &
+    pid=$!
+    trap 'kill $pid 2> /dev/null; rm -f "$log"' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    local begin=$SECONDS next=$((SECONDS + SAY_EVERY_S))
+    while kill -0 $pid 2> /dev/null; do
+        sleep 0.2
+        [ $SECONDS -lt $next ] && continue
+        next=$((SECONDS + SAY_EVERY_S))
+        say "  $((SECONDS - begin)) s: $(tail -n 1 "$log" | sed 's/^ *//' | cut -c -100)"
+    done
+    wait $pid || status=$?
+    [ $status -eq 0 ] || cat "$log" >&2
+    exit $status
+)
+
 install_extra() {
-    local venv=$1 extra=$2
-    say "Installing nblaunch[$extra] (the first time takes some minutes: PyTorch is large)"
-    "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extra]" ||
+    local venv=$1 extra=$2 size=""
+    if [ "$(uname -s)" = Linux ]; then size="about 6 GB, most of it PyTorch's CUDA libraries; "; fi
+    say "Installing nblaunch[$extra] in $venv (${size}the first time takes some minutes)"
+    pip_install -e "$root[$extra]" ||
         die "pip could not install nblaunch[$extra]: see its message above, then run this again."
+    say "Installed after $SECONDS s"
     wanted > "$venv/.nblaunch-$extra"
     if [ "$extra" = test ]; then cp "$venv/.nblaunch-test" "$venv/.nblaunch-lab"; fi  # test includes lab and gpu
     if [ "$extra" = test ]; then cp "$venv/.nblaunch-test" "$venv/.nblaunch-gpu"; fi

@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.conftest import eventually
@@ -46,7 +49,7 @@ class Machine(KnownMachine):
         self.clock_s = 1000 * number
         """How much later it is there, by the monotonic clock."""
         self._port = f"{cluster.bridge}p{number}"
-        script = f"hostname {name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; {_INIT}"
+        script = f"hostname {name}; {_own_tmp()}; ip link set lo up; {_INIT}"
         self._process = subprocess.Popen(
             ["unshare", "-npumT", f"--monotonic={self.clock_s}", *_OPTIONS, "bash", "-c", script],
             stdin=subprocess.DEVNULL,
@@ -163,6 +166,16 @@ _OPTIONS = ("--fork", "--kill-child", "--mount-proc")
 _PATH = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _INIT = "sleep infinity & echo up; wait"
 """PID 1: a shell that waits collects the processes that it adopts."""
+
+
+def _own_tmp() -> str:
+    """Return the commands that give a machine a /tmp of its own, with this checkout and Python if they are in /tmp."""
+    repository = str(Path(__file__).parents[2])
+    shared = [path for path in {repository, sys.prefix, sys.base_prefix} if path.startswith("/tmp/")]
+    keep = [f"mkdir /mnt/{n}; mount --bind {shlex.quote(path)} /mnt/{n}" for n, path in enumerate(shared)]
+    give = [f"mkdir -p {shlex.quote(path)}; mount --bind /mnt/{n} {shlex.quote(path)}" for n, path in enumerate(shared)]
+    hold = ["mount -t tmpfs tmpfs /mnt"] if shared else []
+    return "; ".join([*hold, *keep, "mount -t tmpfs tmpfs /tmp", *give])
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> str:

@@ -75,7 +75,7 @@ class Munge:
             shutil.chown("/run/munge", "munge", "munge")
             daemon = ["su", "-s", "/bin/bash", "munge", "-c", "exec /usr/sbin/munged --force"]
             subprocess.run(daemon, check=True, **_SILENT)
-            eventually(self._answers, 10)
+            eventually(self._answers)
             self._started.write_text(Path("/run/munge/munged.pid").read_text())
         fcntl.flock(self._turn, fcntl.LOCK_UN)
 

@@ -54,7 +54,7 @@ class SshHosts:
             machine.popen(sshd, "-D", "-f", str(self.folder / "sshd"), start_new_session=True, **null)
             for machine in cluster.machines
         ]
-        eventually(lambda: all(map(self._answers, cluster.machines)), 20)
+        eventually(lambda: all(map(self._answers, cluster.machines)))
 
     def _answers(self, machine: object) -> bool:
         name = getattr(machine, "name", "")

@@ -51,7 +51,7 @@ def test_a_killed_agent_is_a_lost_node_and_the_next_launch_works(launch_alone: L
     with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2: its agent was killed"):
         running.result()
     eventually(lambda: not weak_cluster[1].python())
-    assert "nbl" not in weak_cluster[1].run("ls", "/tmp")
+    assert "nblaunch-agent" not in weak_cluster[1].run("ls", "/tmp")
     assert list(launch_alone(hosts)) == ["n1", "n2"]
     weak_cluster[0].kill(*agents_of(weak_cluster[0]))  # while no rank runs
     assert list(launch_alone(hosts)) == ["n1", "n2"]
@@ -83,7 +83,7 @@ def test_an_agent_without_ranks_leaves_at_sigterm(launch_alone: Launcher, weak_c
     launch_alone(hosts)
     signal_each({weak_cluster[0]: agents_of(weak_cluster[0])}, "TERM")
     eventually(lambda: not weak_cluster[0].python())
-    assert "nbl" not in weak_cluster[0].run("ls", "/tmp")
+    assert "nblaunch-agent" not in weak_cluster[0].run("ls", "/tmp")
     assert list(launch_alone(hosts)) == ["n1", "n2"]
 
 
@@ -95,7 +95,7 @@ def test_a_cut_cable_is_a_lost_node_and_nothing_is_left_there(launch_alone: Laun
     try:
         with pytest.raises(NodeLostError, match=r"^ranks 2 to 3 are lost with node n2"):
             running.result()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30  # TCP itself takes minutes
         eventually(lambda: not weak_cluster[1].python())
     finally:
         weak_cluster[1].restore()

@@ -157,7 +157,7 @@ def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
 
 
 def files_of_agents(cluster: Cluster) -> set[str]:
-    return set(cluster[0].run("find", "/tmp", "-path", "/tmp/nblaunch*", "-type", "f").split())
+    return set(cluster[0].run("find", "/tmp", "-xdev", "-path", "/tmp/nblaunch*", "-type", "f").split())
 
 
 def test_own_modules_and_the_directory_need_no_shared_disk(

@@ -61,7 +61,7 @@ def test_ranks_run_on_every_node_and_a_release_frees_them(ray_nodes: RayCluster)
     assert caught.value.rank == 1  # type: ignore[attr-defined]
     assert ray_nodes.look()["actors"] == seen["actors"]
     assert current.release() == ["ray: n1, n2"]
-    eventually(ray_nodes.is_free, 5, ray_nodes.log)
+    eventually(ray_nodes.is_free, 15, ray_nodes.log)
 
 
 @pytest.mark.parametrize("of_ray", ["ray::AgentActor", "nblaunch.engines.agent"])
@@ -73,7 +73,7 @@ def test_a_killed_actor_or_agent_is_a_lost_node(ray_nodes: RayCluster, of_ray: s
     n2.kill(*n2.processes(of_ray))
     with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2: its agent was killed"):
         running.result()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     eventually(lambda: not n2.processes("nblaunch"))
 
 
@@ -96,7 +96,7 @@ def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCl
         begin = time.monotonic()
         starter.stop()
     assert time.monotonic() - begin < 3  # no agent is waited for
-    eventually(ray_nodes.is_free, 5, ray_nodes.log)
+    eventually(ray_nodes.is_free, 15, ray_nodes.log)
 
 
 def test_an_agent_that_cannot_start_is_an_error(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_cluster_that_the_notebook_uses_is_used(ray_nodes: RayCluster, monke
         assert [notebook.stdout.readline() for _ in range(2)] == [b"['n1', 'n2']\n", b"True kept\n"]
         assert ray_nodes.look()["groups"] == ["CREATED"]
         notebook.kill()
-    eventually(ray_nodes.is_free, 10, ray_nodes.log)  # also without a release
+    eventually(ray_nodes.is_free, 30, ray_nodes.log)  # also without a release
 
 
 def test_a_killed_raylet_is_a_lost_node_and_leaves_nothing(ray_nodes: RayCluster) -> None:
@@ -140,8 +140,8 @@ def test_a_killed_raylet_is_a_lost_node_and_leaves_nothing(ray_nodes: RayCluster
     n2.kill(*n2.processes("raylet/raylet"))
     with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2"):
         running.result()
-    eventually(lambda: not n2.processes("nblaunch"), 10)
-    assert time.monotonic() - begin < 10
+    eventually(lambda: not n2.processes("nblaunch"), 30)
+    assert time.monotonic() - begin < 30
     eventually(lambda: not n2.python(), 30, ray_nodes.log)
 
 

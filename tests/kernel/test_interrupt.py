@@ -164,7 +164,7 @@ def test_a_kernel_restart_kills_the_ranks_and_launches_work_again(own_kernel: Ke
 
     own_kernel.restart()
 
-    eventually(lambda: ranks_are_gone(tmp_path), 3.0)
+    eventually(lambda: ranks_are_gone(tmp_path), 9.0)
     own_kernel.run(prelude(tmp_path)).check()
     assert own_kernel.run("notebook_launcher(lambda rank: rank, num_processes=2)[1]").check().value == "1"
 

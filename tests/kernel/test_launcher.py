@@ -42,10 +42,10 @@ def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
             seconds, imported = kernel.ask("seconds, 'torch' in sys.modules")
             best = min(best, seconds)
             assert not imported
-        if best < 1.0:
+        if best < 3.0:
             break
 
-    assert best < 1.0
+    assert best < 3.0
 
 
 def test_load_ext_warns_if_no_fork_server_can_start(fresh_kernel: Kernel) -> None:
@@ -328,7 +328,7 @@ def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kern
 
     fresh_kernel.client.shutdown()
 
-    eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 10.0)
+    eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 30.0)
 
 
 def test_the_toolkit_refuses_a_kernel_that_is_one_of_several_tasks(bare_kernel: Kernel) -> None:

@@ -27,7 +27,7 @@ from tests.processes.trained import assert_same, assert_same_run, points, timele
 
 SIZES = pytest.mark.parametrize("nprocs", [1, 2])
 STEPS = 15
-STOP_LIMIT = 6.0
+STOP_LIMIT = 18.0
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +75,9 @@ def run(callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:
 def stopped(mark: Path, step: int, **config: Any) -> Trainer:
     """Return a Trainer whose run was interrupted at that step or a later one."""
     one = run((Marks(step, mark),), **config)
-    before = time.monotonic()
     with interrupts(mark), pytest.raises(KeyboardInterrupt):
         one.fit(points(150), points(50))
-    assert time.monotonic() - before < 20
+    assert time.time() - mark.stat().st_mtime < 20  # since the interrupt: imports may take long
     return one
 
 

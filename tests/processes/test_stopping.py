@@ -27,7 +27,7 @@ from nblaunch.wire.channel import Channel, channel_pair
 from nblaunch.wire.messages import Interrupted
 from tests.conftest import LONG, conformance, eventually, state_of
 
-STOP_LIMIT = 5.0
+STOP_LIMIT = 15.0
 """Within so many seconds a rank that does not cooperate has ended."""
 
 
@@ -422,7 +422,7 @@ def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_pa
 
     launch.kill()
 
-    assert seconds_to_end(launch, begun) < 2.0
+    assert seconds_to_end(launch, begun) < 6.0
     assert not (tmp_path / "checkpoint0").exists()
 
 

@@ -1,0 +1,46 @@
+"""What notebooks/run.sh and tests/run.sh say while they take long."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import headless
+import nbformat.v4
+
+NOTEBOOKS = Path(headless.__file__).parent
+
+
+def _installs(folder: Path, ending: str) -> subprocess.Popen[str]:
+    """Call pip_install with a pip that begins, waits for a file in `folder`, and ends so."""
+    pip = folder / "pip"
+    pip.write_text(
+        f'#!/bin/bash\necho "Collecting torch"; until [ -e "{folder}/go_on" ]; do sleep 0.05; done; {ending}'
+    )
+    pip.chmod(0o700)
+    script = f'source "{NOTEBOOKS / "venv.sh"}"; SAY_EVERY_S=0; python={pip}; pip_install torch; echo "status $?" >&2'
+    return subprocess.Popen(["bash", "-c", script], stderr=subprocess.PIPE, text=True)
+
+
+def test_an_installation_without_a_terminal_says_what_it_does(tmp_path: Path) -> None:
+    for ending, said in (("exit 0", ["status 0"]), ("echo no network; exit 1", ["no network", "status 1"])):
+        with _installs(tmp_path, ending) as process:
+            assert process.stderr is not None
+            assert any(re.fullmatch(r"  \d+ s: Collecting torch\n", line) for line in process.stderr)
+            (tmp_path / "go_on").touch()
+            lines = process.stderr.read().splitlines()
+        (tmp_path / "go_on").unlink()
+        assert lines[-len(said) :] == said
+
+
+def test_each_cell_that_runs_without_a_browser_is_named(tmp_path: Path) -> None:
+    new = nbformat.v4
+    cells = [new.new_markdown_cell("# Train\ntext"), new.new_code_cell("print('hello')"), new.new_code_cell("1")]
+    path = tmp_path / "small.ipynb"
+    nbformat.write(new.new_notebook(cells=[*cells, new.new_markdown_cell("## Use it"), new.new_code_cell("2")]), path)
+    shown: list[str] = []
+    headless.execute(path, shown.append)
+    assert shown[0::2] == ["[1/3] Train … ", "[2/3] Train … ", "[3/3] Use it … "]
+    assert shown[1].endswith(" s\n    hello\n")
+    assert shown[3].endswith(" s\n")
