@@ -8,12 +8,13 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views.events import Failure, LaunchInfo
 from nblaunch.notebook.charts import PART_STROKES
 from nblaunch.notebook.record import RankTail, Record
 from nblaunch.notebook.record_html import as_html
@@ -199,6 +200,7 @@ def test_the_text_says_first_how_it_went() -> None:
     [
         ("running", 3.0, "running for 3.0 s"),
         ("stopped", 75.2, "stopped after 1 min 15 s"),
+        ("finished", 0.04, "finished in 40 ms"),
         ("failed", 59.99, "failed after 60.0 s"),
         ("finished", 3960.0, "finished in 1 h 06 min"),
         ("finished", math.inf, "finished in inf s"),
@@ -245,6 +247,12 @@ def test_the_failed_ranks_traceback_and_log_are_open_and_first() -> None:
     assert "Cell In[3], line 4, in train" in traceback
     assert "hello from 1" in log
     assert shown.text.index("hello from 1") < shown.text.index("hello from 0")
+
+
+def test_ranks_that_a_cell_is_for_are_named_of_all() -> None:
+    info = LaunchInfo("1", "train", 3, "cpu", "fork", Path(LOGS))
+    words = [replace(info, only=only).ranks_in_words for only in (None, (0, 1, 2), (1,), (0, 2))]
+    assert words == ["3 ranks", "3 ranks", "rank 1 of 3", "ranks 0, 2 of 3"]
 
 
 def test_a_failure_that_was_no_ranks_and_has_no_traceback() -> None:
