@@ -88,7 +88,7 @@ def evaluate(
         )
     results = {f"{prefix}{name}": value for name, value in totals.compute().items()}
     if world().rank == 0:
-        report(at, **results)
+        report(results, at)
     return results
 
 

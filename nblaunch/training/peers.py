@@ -219,7 +219,7 @@ def _report_numbers(values: Mapping[str, Any], step: int | None, all_ranks: bool
         if name != "step" and (isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1))
     }
     if shown:
-        report(step, **shown)
+        report(shown, step)
 
 
 def _base(package: str, names: tuple[str, ...], path: str) -> Any:

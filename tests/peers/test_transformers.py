@@ -91,7 +91,7 @@ def test_the_callback_reports_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> 
     from nblaunch.training import peers
 
     reported: list[Any] = []
-    monkeypatch.setattr(peers, "report", lambda step, **values: reported.append((step, values)))
+    monkeypatch.setattr(peers, "report", lambda values, step: reported.append((step, values)))
     callback = peers.PanelCallback()
     logs = {"loss": 0.5, "step": 3, "name": "run", "shape": [1, 2]}
     callback.on_log(None, TrainerState(global_step=7), TrainerControl(), logs=logs)

@@ -403,7 +403,7 @@ def test_metrics_that_are_none_are_refused(given: Any, message: str) -> None:
 
 def test_figures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
-    monkeypatch.setattr(evaluation, "report", lambda step=None, **values: reported.append((step, values)))
+    monkeypatch.setattr(evaluation, "report", lambda values, step=None: reported.append((step, values)))
     evaluate(nn.Identity(), [(torch.eye(3), torch.arange(3))], prefix="valid_", at=7)
     assert reported == [(7, {"valid_accuracy": 1.0})]
 

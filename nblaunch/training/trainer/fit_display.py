@@ -57,7 +57,7 @@ class FitDisplay:
 
     def report(self, step: int, **values: float) -> None:
         """Show values of this rank."""
-        report(step, **values)
+        report(values, step)
         self.note(step, values)
 
     def note(self, step: int, values: dict[str, float]) -> None:
@@ -82,7 +82,7 @@ class FitDisplay:
         if world().rank == 0:
             for results in validations:
                 values = {name: value for name, value in results.items() if name not in ("epoch", "step")}
-                report(int(results["step"]), **values)
+                report(values, int(results["step"]))
             for results in history:
                 report(int(results["step"]), epoch_loss=results["loss"])
 
