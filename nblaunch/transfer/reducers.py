@@ -21,7 +21,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import context, reduction
+from multiprocessing import context, reduction, resource_tracker
 from typing import Any
 
 from nblaunch.machine import sealed_files, segments
@@ -30,6 +30,7 @@ from nblaunch.transfer.tensors import BufferSink
 from nblaunch.wire import rank_variables
 
 Reduced = tuple[Any, ...]
+Row = Callable[[Any, BufferSink | None], Reduced | None]
 CACHED: Any = functools._lru_cache_wrapper
 _DISPATCHER = functools.singledispatch(lambda: None).__code__  # type: ignore[attr-defined,misc]  # the wrapper's own
 
@@ -48,15 +49,10 @@ class RefusedError(TypeError):
         self.thing, self.advice = thing, advice
 
 
-def reduce(obj: Any, sink: BufferSink | None) -> Reduced | None:
-    """Return the reduction of an object that a row is for, else None."""
-    if type(obj) is types.FunctionType:
-        return _reduce_function(obj)
-    for kind in type(obj).__mro__:
-        row = _ROWS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if row is not None:
-            return row(obj, sink)
-    return None
+def row_of(kind: type) -> Row | None:
+    """Return the reducer of the objects of a class, if it has a row."""
+    rows = (_ROWS.get(f"{each.__module__}.{each.__qualname__}") for each in kind.__mro__)
+    return next((row for row in rows if row is not None), None)
 
 
 def wrapped_by(obj: Any) -> list[Any] | None:
@@ -73,7 +69,7 @@ def wrapped_by(obj: Any) -> list[Any] | None:
 
 
 # ------------------------------------------------------------------ functions
-def _reduce_function(function: Any) -> Reduced | None:
+def _reduce_function(function: Any, sink: BufferSink | None) -> Reduced | None:
     """Reduce a cell's function that a decorator of the standard library or torch has made."""
     if function.__code__ is _DISPATCHER:
         if definitions.is_sent_by_value(function):
@@ -486,6 +482,19 @@ def _lock(kind: Any, *about: Any) -> Any:
     return lock
 
 
+def _reduce_block(block: Any, sink: BufferSink | None) -> Reduced:
+    return _block, (type(block), block.name)
+
+
+def _block(kind: Any, name: str) -> Any:
+    """Attach a block of shared memory. Tracked, it would be unlinked when this process ends (cpython#82300)."""
+    if sys.version_info >= (3, 13):
+        return kind(name, track=False)
+    block = kind(name)
+    resource_tracker.unregister(block._name, "shared_memory")
+    return block
+
+
 def _refuse_process(process: Any, sink: BufferSink | None) -> Reduced:
     raise RefusedError(process, "a process, which only its parent can use", "start it inside the function")
 
@@ -549,7 +558,8 @@ def _set_training_arguments(arguments: Any, state: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------ the table
-_ROWS: dict[str, Callable[[Any, BufferSink | None], Reduced | None]] = {
+_ROWS: dict[str, Row] = {
+    "builtins.function": _reduce_function,
     "functools._lru_cache_wrapper": _reduce_cached,
     "functools.cached_property": _reduce_cached_property,
     "weakref.ReferenceType": _reduce_reference,
@@ -572,6 +582,7 @@ _ROWS: dict[str, Callable[[Any, BufferSink | None], Reduced | None]] = {
     "_ctypes._SimpleCData": _reduce_ctypes,
     "_ctypes.Array": _reduce_ctypes,
     "_ctypes.Structure": _reduce_ctypes,
+    "multiprocessing.shared_memory.SharedMemory": _reduce_block,
     "multiprocessing.process.BaseProcess": _refuse_process,
     "accelerate.state.PartialState": _reduce_partial_state,
     "accelerate.state.AcceleratorState": _reduce_accelerator_state,
