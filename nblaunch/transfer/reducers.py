@@ -21,7 +21,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import context, reduction, resource_tracker
+from multiprocessing import context, reduction
 from typing import Any
 
 from nblaunch.machine import sealed_files, segments
@@ -482,19 +482,6 @@ def _lock(kind: Any, *about: Any) -> Any:
     return lock
 
 
-def _reduce_block(block: Any, sink: BufferSink | None) -> Reduced:
-    return _block, (type(block), block.name)
-
-
-def _block(kind: Any, name: str) -> Any:
-    """Attach a block of shared memory. Tracked, it would be unlinked when this process ends (cpython#82300)."""
-    if sys.version_info >= (3, 13):
-        return kind(name, track=False)
-    block = kind(name)
-    resource_tracker.unregister(block._name, "shared_memory")
-    return block
-
-
 def _refuse_process(process: Any, sink: BufferSink | None) -> Reduced:
     raise RefusedError(process, "a process, which only its parent can use", "start it inside the function")
 
@@ -582,7 +569,6 @@ _ROWS: dict[str, Row] = {
     "_ctypes._SimpleCData": _reduce_ctypes,
     "_ctypes.Array": _reduce_ctypes,
     "_ctypes.Structure": _reduce_ctypes,
-    "multiprocessing.shared_memory.SharedMemory": _reduce_block,
     "multiprocessing.process.BaseProcess": _refuse_process,
     "accelerate.state.PartialState": _reduce_partial_state,
     "accelerate.state.AcceleratorState": _reduce_accelerator_state,
