@@ -277,6 +277,22 @@ def test_skipping_counts_from_the_beginning_of_the_pass() -> None:
     assert len(list(loader)) == 5
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_skipping_concerns_one_pass(seed: int | None, prefetches: bool) -> None:
+    loader: Any = Accelerator(compute_setup="cpu", seed=seed).prepare(numbers(shuffle=False))
+    loader = Prefetcher(loader, "cpu") if prefetches else loader
+    view = skip_first_batches(loader, 3)
+    for _ in range(2):
+        assert next(iter(view)).tolist() == [6, 7]
+        assert next(iter(loader)).tolist() == [0, 1]
+    for _, _ in zip(range(3), loader, strict=False):
+        pass  # a pass that is left at the batch where the next one begins
+    assert [batch.tolist() for batch in view] == [[6, 7], [8, 9]]
+    assert [batch.tolist() for batch in skip_first_batches(view, 1)] == [[8, 9]]
+    assert len(list(loader)) == 5
+
+
 def test_skipping_a_plain_loader_is_torchs_order() -> None:
     for loader in (numbers(), Accelerator(compute_setup="cpu").prepare(numbers()), Prefetcher(numbers(), "cpu")):
         torch.manual_seed(1)

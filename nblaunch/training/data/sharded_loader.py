@@ -338,20 +338,24 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         self._set_sampler_epochs()
 
     def begin_at(self, batches: int) -> None:
-        """Begin the next pass after this many batches of this rank.
+        """Begin the next pass, which must begin now, after this many batches of this rank; later passes are whole.
 
         If a loaded state stands there, it stays: with another number of ranks its samples are counted right.
         """
-        state: dict[str, Any] = self.state_dict()
-        if state["batches"] != batches:
-            if state["batches"] and state["world_size"] != world().size and world().rank == 0:
-                warn(
-                    f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {state['batches']} "
-                    f"of {state['world_size']} ranks, and there are {world().size} now: leave skip_first_batches out, "
-                    "and the pass continues where the state was saved"
-                )
-            state = {"epoch": state["epoch"], "batches": batches, "seed": state["seed"]}
-        self.load_state_dict(state)
+        self._follow_samplers()
+        now, before = self._progress, self._loaded
+        if now.start == batches and not now.ended:
+            return
+        if now.start and not now.ended and before and before.world_size != self.place.size and world().rank == 0:
+            warn(
+                f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {now.start} "
+                f"of {before.world_size} ranks, and there are {self.place.size} now: leave skip_first_batches out, "
+                "and the pass continues where the state was saved"
+            )
+        self._loaded = None
+        now.resume(self.epoch + now.ended, 0)
+        now.once = batches
+        self._set_sampler_epochs()
 
     @property
     def _division(self) -> Division:
