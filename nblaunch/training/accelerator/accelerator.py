@@ -51,7 +51,8 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         gradient_accumulation_steps: Batches per optimizer step, counted by `accumulate`. Default 1.
         ddp_kwargs: More arguments for ``DistributedDataParallel``.
         parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
-        seed: Seed of the order of prepared loaders. Default: that of `seed_everything`, else 0.
+        seed: Seed of the order of prepared loaders. Default: that of the loader's own generator, else that of
+            ``torch.manual_seed`` or `seed_everything`: rank 0's, when `prepare` is called.
         semantics: ``"exact"``: as described here. ``"accelerate"``: as accelerate where the two differ: schedules
             count steps of each rank, loaders take their order from torch's generators and repeat samples so that all
             batches are whole, every optimizer step divides by `gradient_accumulation_steps`, and `load_state` does not

@@ -23,7 +23,7 @@ from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.repeating_loader import RepeatingLoader
 from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import divide_batches, shard
+from nblaunch.training.data.sharding import agreed_seed, divide_batches, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.parallel.sharded_models import (
@@ -236,6 +236,8 @@ class Preparation:
             loader = divide_batches(loader, data_world(self.copies).size)
         if repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
             loader = RepeatingLoader(loader, self.loaders, self.rng_types)
+        if seed is None and not repeats:
+            seed = agreed_seed(loader)
         prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self.copies)
         prepared.observer = self.gradient_state
         if self.gradient_state.semantics == "moved" and world().rank == 0:

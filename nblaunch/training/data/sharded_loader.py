@@ -54,15 +54,16 @@ class _Pass:
 class ShardedLoader(LoaderNames, DataLoader[T_co]):
     """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
 
-    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so
-    all ranks know one order. Their random generators keep their states. (A ``generator`` that the loader was given is
-    seeded too: choose another order by `seed`.) The order is cut into chunks of ``batch_size`` × world size; rank r
-    takes the r-th part of each, so a batch gathered by rank is in order. The last chunk is divided evenly; if it holds
-    fewer samples than there are ranks, the chunk before gives it some. So each sample comes exactly once *and* every
-    rank has equally many batches. If that is impossible (batches of one sample, or fewer samples than ranks) a rank
-    repeats one sample, and `is_padding` is True. With ``drop_last`` only whole chunks are yielded. The batches of a
-    user's own batch sampler are divided as whole batches, see `partition_batches`. A loader whose sampler shards
-    already (such as torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
+    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so all
+    ranks know one order. Their random generators keep their states. (A ``generator`` that the loader was given is
+    seeded too: choose another order by `seed`; `Accelerator.prepare` takes the generator's own seed.) The order is cut
+    into chunks of ``batch_size`` × world size; rank r takes the r-th part of each, so a batch gathered by rank is in
+    order. The last chunk is divided evenly; if it holds fewer samples than there are ranks, the chunk before gives it
+    some. So each sample comes exactly once *and* every rank has equally many batches. If that is impossible (batches of
+    one sample, or fewer samples than ranks) a rank repeats one sample, and `is_padding` is True. With ``drop_last``
+    only whole chunks are yielded. The batches of a user's own batch sampler are divided as whole batches, see
+    `partition_batches`. A loader whose sampler shards already (such as torch's ``DistributedSampler``) keeps its parts;
+    only its epochs are set.
 
     **Iterable datasets.** The same, except that rank 0 reads and sends, or each rank reads everything: see
     ``dispatch`` in `shard`. While rank 0 sends, iterating is a collective: every rank takes equally many batches of
@@ -286,6 +287,11 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
     def seed(self) -> int:
         """The seed of the order: its own, else that of `seed_everything`, else 0."""
         return default_seed() if self._seed is None else self._seed
+
+    @property
+    def has_own_seed(self) -> bool:
+        """Whether it was given a seed, or has loaded a state."""
+        return self._seed is not None
 
     @property
     def epoch(self) -> int:
