@@ -226,6 +226,10 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         The divisor is `gradient_accumulation_steps`, and in the last step of a pass the batches that are left: of 10
         batches by 4 the last two are halved. (If the loader has no length, or several prepared loaders are iterated at
         once, all steps divide by `gradient_accumulation_steps`.)
+
+        Ranks and batches count the same, as in DDP, whatever their numbers of samples. So if the last batches have
+        different sizes, the weights differ a little from those of one process. A `Trainer` weighs by samples;
+        ``drop_last=True`` leaves such batches out.
         """
         self._gradients.backward(loss, **kwargs)
 
