@@ -227,7 +227,8 @@ class NodeEngine:
         if nodes is None:
             return []
         names = ", ".join(node.machine.name + (" (lost)" if node.problem else "") for node in nodes.joined)
-        return [f"{self._starter.name}: {names or self._starter.state() or 'starting'}"]
+        state = self._starter.state()  # first: it may find the job that the name has
+        return [f"{self._starter.name}: {names or state or 'starting'}"]
 
     def stop(self) -> None:
         """Free the nodes; ranks that run there are killed."""

@@ -102,7 +102,8 @@ class SlurmStarter(CommandStarter):
 
     def state(self) -> str:
         """Return the job's place in the queue, and why it waits; empty once it has its nodes."""
-        if self._is_queued and time.monotonic() - self._asked_at > timeouts.QUEUE_POLL_S:
+        pause = timeouts.QUEUE_POLL_S if self._job else timeouts.NEW_JOB_POLL_S
+        if self._is_queued and time.monotonic() - self._asked_at > pause:
             self._asked_at = time.monotonic()
             self._ask()
         return self._state

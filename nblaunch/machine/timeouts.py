@@ -87,6 +87,8 @@ KERNEL_LOST_S = 10.0
 """Without a connection to the kernel before an agent kills its ranks and exits."""
 QUEUE_POLL_S = 1.0
 """Between two questions about a queued job."""
+NEW_JOB_POLL_S = 0.1
+"""The same, while the job's number is not known: agents may start within a second."""
 PROGRAM_TIMEOUT_S = 20.0
 """For a program of an engine to answer, such as squeue or ``ssh -G``."""
 RAY_PROBE_TIMEOUT_S = 5.0

@@ -39,7 +39,8 @@ class _Entry(NamedTuple):
 
 def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device, copies: int = 1) -> dict[Any, Any]:
     """Reduce `values` over all ranks, of each `copies` the first; see `Accelerator.all_reduce_dict`."""
-    one_of("op", op, _OPERATIONS)
+    name = str(op).lower()
+    op = one_of("op", {"avg": "mean"}.get(name, name if name in _OPERATIONS else op), _OPERATIONS)
     entries = {key: _pack(value) for key, value in values.items()}
     if not world().is_shared:
         by_rank = [entries]

@@ -7,7 +7,7 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -75,6 +75,18 @@ def default_seed() -> int:
             f"{SEED_VARIABLE}={text!r}: must be a whole number from 0 to 2**32 - 1: call seed_everything"
         )
     return int(text)
+
+
+def order_seed(generators: Sequence[torch.Generator]) -> int:
+    """Return the seed of an order of samples that comes from the first of these generators, or from torch's global one.
+
+    The generator is not advanced. A seed beyond 32 bits is hashed to one within. Where torch has chosen its own seed,
+    which has more than 32 bits, the seed of `seed_everything` in the process that started this one counts.
+    """
+    seed = generators[0].initial_seed() if generators else torch.initial_seed()
+    if seed < _SEED_LIMIT:
+        return seed
+    return default_seed() if not generators and SEED_VARIABLE in os.environ else derived_seed(seed) % _SEED_LIMIT
 
 
 def checked_seed(seed: int | None) -> int | None:

@@ -121,6 +121,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.take)
         self.found = Found()
         self._buffers, self._home = buffers, home
+        self._rows: dict[type, reducers.Row | None] = {}
 
     def dump(self, obj: Any) -> None:
         """Pickle an object."""
@@ -163,7 +164,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if tensors.needs_unwrapping(obj):
             return tensors.unwrapped, (obj.module,)
         reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj)
-        reduced = reduced or reducers.reduce(obj, self._buffers)
+        if kind not in self._rows:
+            self._rows[kind] = reducers.row_of(kind)
+        row = self._rows[kind]
+        if reduced is None and row is not None:
+            reduced = row(obj, self._buffers)
         if reduced is not None:
             return reduced
         reduced = super().reducer_override(obj)

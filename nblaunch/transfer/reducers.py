@@ -30,6 +30,7 @@ from nblaunch.transfer.tensors import BufferSink
 from nblaunch.wire import rank_variables
 
 Reduced = tuple[Any, ...]
+Row = Callable[[Any, BufferSink | None], Reduced | None]
 CACHED: Any = functools._lru_cache_wrapper
 _DISPATCHER = functools.singledispatch(lambda: None).__code__  # type: ignore[attr-defined,misc]  # the wrapper's own
 
@@ -48,15 +49,10 @@ class RefusedError(TypeError):
         self.thing, self.advice = thing, advice
 
 
-def reduce(obj: Any, sink: BufferSink | None) -> Reduced | None:
-    """Return the reduction of an object that a row is for, else None."""
-    if type(obj) is types.FunctionType:
-        return _reduce_function(obj)
-    for kind in type(obj).__mro__:
-        row = _ROWS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if row is not None:
-            return row(obj, sink)
-    return None
+def row_of(kind: type) -> Row | None:
+    """Return the reducer of the objects of a class, if it has a row."""
+    rows = (_ROWS.get(f"{each.__module__}.{each.__qualname__}") for each in kind.__mro__)
+    return next((row for row in rows if row is not None), None)
 
 
 def wrapped_by(obj: Any) -> list[Any] | None:
@@ -73,7 +69,7 @@ def wrapped_by(obj: Any) -> list[Any] | None:
 
 
 # ------------------------------------------------------------------ functions
-def _reduce_function(function: Any) -> Reduced | None:
+def _reduce_function(function: Any, sink: BufferSink | None) -> Reduced | None:
     """Reduce a cell's function that a decorator of the standard library or torch has made."""
     if function.__code__ is _DISPATCHER:
         if definitions.is_sent_by_value(function):
@@ -549,7 +545,8 @@ def _set_training_arguments(arguments: Any, state: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------ the table
-_ROWS: dict[str, Callable[[Any, BufferSink | None], Reduced | None]] = {
+_ROWS: dict[str, Row] = {
+    "builtins.function": _reduce_function,
     "functools._lru_cache_wrapper": _reduce_cached,
     "functools.cached_property": _reduce_cached_property,
     "weakref.ReferenceType": _reduce_reference,

@@ -104,7 +104,7 @@ def test_arguments_of_the_notebook_are_each_ranks_own(launch: Launcher, tmp_path
     from accelerate.state import AcceleratorState
     from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-    given = {"output_dir": str(tmp_path), "report_to": [], "per_device_train_batch_size": 3}
+    given: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "per_device_train_batch_size": 3}
     arguments = [TrainingArguments(**given), Seq2SeqTrainingArguments(**given, use_cpu=True)]
 
     def placed() -> list[tuple[Any, ...]]:
@@ -135,7 +135,7 @@ def test_a_trainer_of_the_notebook_trains_on_all_ranks(launch: Launcher, tmp_pat
     settings = TrainingArguments(
         str(tmp_path), report_to=[], max_steps=2, disable_tqdm=True, use_cpu=True, save_strategy="no"
     )
-    trainer = Trainer(Net(), settings, train_dataset=data)
+    trainer: Any = Trainer(Net(), settings, train_dataset=data)
 
     def train() -> tuple[Any, ...]:
         trainer.train()

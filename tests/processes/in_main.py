@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -498,6 +499,21 @@ def a_manager_and_what_it_holds_are_shared(**options: Any) -> None:
         assert sorted(shared["inner"]) == sorted(queue.get(timeout=LONG) for _ in range(ranks)) == list(range(ranks))
 
 
+def a_block_of_shared_memory_outlives_ranks(**options: Any) -> None:
+    block: Any = SharedMemory(create=True, size=8)
+
+    def count(rank: int) -> None:
+        block.buf[rank] += 1
+
+    try:
+        for _ in range(2):
+            notebook_launcher(count, **options)
+        assert bytes(block.buf[: options["num_processes"]]) == bytes([2] * options["num_processes"])
+    finally:
+        block.close()
+        block.unlink()
+
+
 EVERYWHERE: tuple[Callable[..., None], ...] = (
     results_leave_classes_as_they_are,
     methods_of_results_use_this_processs_globals,
@@ -512,6 +528,7 @@ AT_HOME: tuple[Callable[..., None], ...] = (
     a_local_class_comes_back_as_itself,
     what_multiprocessing_shares_is_shared,
     a_manager_and_what_it_holds_are_shared,
+    a_block_of_shared_memory_outlives_ranks,
     *EVERYWHERE,
 )
 

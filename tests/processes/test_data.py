@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -10,11 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
+from nblaunch.training import Accelerator, TrainConfig, skip_first_batches
 from nblaunch.training.data import ClassBalancedBatchSampler, ExactDistributedSampler, ShardedLoader, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.seeding import seed_everything
+from nblaunch.training.topology import world
+from nblaunch.training.trainer.trainer_data import loader_of
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
@@ -65,6 +78,70 @@ def check_exactness() -> dict[str, tuple[list[int], list[int]]]:
     """The orders of two epochs, of every kind of loader."""
     torch.manual_seed(dist.get_rank())  # whatever the ranks' generators are
     return {name: (gathered(loader), gathered(loader)) for name, loader in loaders().items()}
+
+
+def seeded_loaders(seed: int) -> dict[str, DataLoader[Any]]:
+    """Loaders whose order the seed chooses, each by a generator of its own, except the first."""
+
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    samplers = {
+        "random": RandomSampler(DATA, generator=generator()),
+        "subset": SubsetRandomSampler(DATA[:50], generator=generator()),
+        "weighted": WeightedRandomSampler([1.0] * len(DATA), 60, generator=generator()),
+    }
+    return {
+        "global": DataLoader(DATA, 8, shuffle=True),
+        "generator": DataLoader(DATA, 8, shuffle=True, generator=generator()),
+        **{name: DataLoader(DATA, 8, sampler=sampler) for name, sampler in samplers.items()},
+        "batches": DataLoader(DATA, batch_sampler=BatchSampler(samplers["random"], 8, drop_last=False)),
+    }
+
+
+def seeded_orders(seeds: tuple[int, ...]) -> dict[str, list[list[int]]]:
+    """The orders of prepared loaders and of a Trainer's, by seed; only rank 0 is seeded alike."""
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    orders: dict[str, list[list[int]]] = {}
+    for seed in seeds:
+        for name, loader in seeded_loaders(seed).items():
+            torch.manual_seed(1000 + world().rank if name != "global" else seed + world().rank)
+            before = torch.get_rng_state()
+            prepared = accelerator.prepare(loader)
+            assert torch.equal(torch.get_rng_state(), before)
+            orders.setdefault(name, []).append(gathered(prepared))
+            resumed = accelerator.prepare(seeded_loaders(77)[name])
+            resumed.load_state_dict({**prepared.state_dict(), "epoch": 0})
+            assert gathered(resumed) == orders[name][-1]
+        trained = loader_of(seeded_loaders(seed)["generator"], TrainConfig(batch_size=8), shuffle=True)
+        orders.setdefault("trained", []).append(gathered(trained))
+    return orders
+
+
+class OwnLoader:
+    """Iterates batches as webdataset's and DALI's loaders do."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(DATA)
+
+
+def check_what_is_not_divided_is_said() -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    prepared = accelerator.prepare(DataLoader(DATA, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    own = [OwnLoader(), iter(DATA), (value for value in DATA), Numbers(3), skip_first_batches(OwnLoader(), 1)]
+    other = [model, optimizer, schedule, prepared, skip_first_batches(prepared, 1), DATA, "text", {1}, torch.ones(2)]
+    for given, is_said in ((own, True), (other, False)):
+        for thing in given:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                accelerator.prepare(thing)
+            found = [
+                str(each.message) for each in said if "is no DataLoader, so it is not divided" in str(each.message)
+            ]
+            assert len(found) == (is_said and dist.get_rank() == 0), (thing, found)
 
 
 def check_a_look_by_one_rank() -> None:
@@ -131,10 +208,20 @@ def train() -> list[float]:
     return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 
+def test_the_users_seeds_choose_a_prepared_order(launch: Launcher) -> None:
+    seeds = (1, 2, 2**40, 1)
+    by_ranks = launch(seeded_orders, (seeds,), num_processes=2, device="cpu")[0]
+    assert by_ranks == seeded_orders(seeds)
+    for name, orders in by_ranks.items():
+        assert orders[0] == orders[3], name
+        assert orders[0] != orders[1] != orders[2] != orders[0], name
+
+
 def in_ranks(*made_in_the_notebook: ShardedLoader[int]) -> dict[str, Any]:
     for loader in made_in_the_notebook:
         assert sorted(gathered(loader)) == DATA
     check_a_look_by_one_rank()
+    check_what_is_not_divided_is_said()
     check_resumption()
     check_streams_out_of_step()
     check_samplers()

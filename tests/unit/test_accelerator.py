@@ -494,8 +494,10 @@ def test_alone_figures_have_the_types_that_they_have_in_company() -> None:
 
 def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
     accelerator = Accelerator(compute_setup="cpu")
-    with pytest.raises(ArgumentError, match=r"op='avg': must be one of 'mean', 'sum', 'max', 'min'"):
-        accelerator.all_reduce_dict({}, op="avg")
+    with pytest.raises(ArgumentError, match=r"op='median': must be one of 'mean', 'sum', 'max', 'min'"):
+        accelerator.all_reduce_dict({}, op="median")
+    for op in ("avg", "AVG", "MEAN", "Sum"):
+        assert accelerator.all_reduce_dict({"a": 2.0}, op=op) == {"a": 2.0}
     with pytest.raises(
         ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give a float, an int64, a bool or a tensor"
     ):

@@ -114,7 +114,7 @@ def test_a_sampler_stays_at_its_epoch() -> None:
         time_workers(loader, (0, 1), step=lambda batch: seen.append(torch.as_tensor(batch).tolist()), warm_up=0)
     assert seen[:2] == seen[2:4]
     assert seen[4:104] == seen[104:] == [*seen[0], *seen[1]]
-    assert sampler.state_dict() == {"seed": 3, "epoch": 0, "position": 0}
+    assert sampler.state_dict() == {"seed": 3, "epoch": 0, "position": 0, "samples": 0, "num_replicas": 1}
 
 
 def test_streams_loaders_without_batches_and_short_passes_are_counted() -> None:

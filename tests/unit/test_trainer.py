@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -75,8 +76,15 @@ def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], 
 def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ArgumentError, match=r"loss_fn='mse': give a function \(output, target\) -> loss"):
-        Trainer(model, optimizer, loss_fn="mse")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"loss_fn='mean': give a function \(.*\) -> loss, or one of 'mse'"):
+        Trainer(model, optimizer, loss_fn="mean")
+    for name in ("mse", "MSE", "mse_loss", "l1", "smooth_l1", "huber"):
+        loss_fn = Trainer(model, optimizer, loss_fn=name).loss_fn
+        full = name.lower().removesuffix("_loss") + "_loss"
+        assert loss_fn is not None
+        assert loss_fn(torch.ones(2), torch.zeros(2)) == getattr(F, full)(torch.ones(2), torch.zeros(2))
+    for name in ("cross_entropy", "nll", "binary_cross_entropy", "binary_cross_entropy_with_logits"):
+        assert Trainer(model, optimizer, loss_fn=name).loss_fn in (getattr(F, name, None), F.nll_loss)
     with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
         Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
 

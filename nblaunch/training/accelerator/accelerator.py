@@ -51,7 +51,8 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         gradient_accumulation_steps: Batches per optimizer step, counted by `accumulate`. Default 1.
         ddp_kwargs: More arguments for ``DistributedDataParallel``.
         parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
-        seed: Seed of the order of prepared loaders. Default: that of `seed_everything`, else 0.
+        seed: Seed of the order of prepared loaders. Default: that of the loader's own generator, else that of
+            ``torch.manual_seed`` or `seed_everything`: rank 0's, when `prepare` is called.
         semantics: ``"exact"``: as described here. ``"accelerate"``: as accelerate where the two differ: schedules
             count steps of each rank, loaders take their order from torch's generators and repeat samples so that all
             batches are whole, every optimizer step divides by `gradient_accumulation_steps`, and `load_state` does not
@@ -225,6 +226,10 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         The divisor is `gradient_accumulation_steps`, and in the last step of a pass the batches that are left: of 10
         batches by 4 the last two are halved. (If the loader has no length, or several prepared loaders are iterated at
         once, all steps divide by `gradient_accumulation_steps`.)
+
+        Ranks and batches count the same, as in DDP, whatever their numbers of samples. So if the last batches have
+        different sizes, the weights differ a little from those of one process. A `Trainer` weighs by samples;
+        ``drop_last=True`` leaves such batches out.
         """
         self._gradients.backward(loss, **kwargs)
 

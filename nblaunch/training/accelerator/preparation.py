@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.repeating_loader import RepeatingLoader
 from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import divide_batches, shard
+from nblaunch.training.data.sharding import agreed_seed, divide_batches, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.parallel.sharded_models import (
@@ -79,6 +80,8 @@ class Preparation:
             )
         if self.schedule_steps is None and world().rank == 0 and world().is_shared:
             self._warn_about_schedulers(leaves.values())
+        if world().rank == 0 and data_world(self.copies).is_shared:
+            _warn_about_undivided(leaves.values())
         ready: dict[int, Any] = {}
         phases: tuple[tuple[type, Callable[[Preparation, Any], Any]], ...] = (
             (nn.Module, Preparation.module),
@@ -236,6 +239,8 @@ class Preparation:
             loader = divide_batches(loader, data_world(self.copies).size)
         if repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
             loader = RepeatingLoader(loader, self.loaders, self.rng_types)
+        if seed is None and not repeats:
+            seed = agreed_seed(loader)
         prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self.copies)
         prepared.observer = self.gradient_state
         if self.gradient_state.semantics == "moved" and world().rank == 0:
@@ -307,6 +312,21 @@ def _restore_step_tracking(scheduler: LRScheduler) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the mark that torch looks for
     optimizer.step = tracked
+
+
+def _warn_about_undivided(leaves: Iterable[Any]) -> None:
+    """Warn about iterables of batches that are no DataLoader, such as webdataset's or DALI's."""
+    known = (nn.Module, Optimizer, LRScheduler, DataLoader, torch.Tensor, Set, io.IOBase, type)
+    for leaf in leaves:
+        is_prepared = isinstance(getattr(leaf, "loader", None), ShardedLoader)  # without its first batches
+        iterates = hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__")
+        if isinstance(leaf, known) or is_prepared or not (iterates or isinstance(leaf, IterableDataset)):
+            continue
+        warn(
+            f"prepare: the {type(leaf).__name__} is no DataLoader, so it is not divided: each rank iterates what it "
+            "yields there, perhaps all of it. Give prepare a torch DataLoader of the dataset. If the object divides "
+            "itself, such as by webdataset's split_by_node or DALI's shard_id, leave it out of prepare"
+        )
 
 
 def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:

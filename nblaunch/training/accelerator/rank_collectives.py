@@ -21,9 +21,9 @@ class RankCollectives(RankRoles):
         Args:
             d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
                 every rank. A number that is a float on one rank is a float on all.
-            op: ``"mean"`` (default), ``"sum"``, ``"max"`` or ``"min"``. Ints are summed exactly, and their mean is a
-                float; floats are summed in float64. Tensors keep their shape, and their dtype except for means of
-                integers (float64) and sums of bools (int64); they are returned on `log_device`.
+            op: ``"mean"`` (default; ``"avg"`` is the same), ``"sum"``, ``"max"`` or ``"min"``. Ints are summed exactly,
+                and their mean is a float; floats are summed in float64. Tensors keep their shape, and their dtype
+                except for means of integers (float64) and sums of bools (int64); they are returned on `log_device`.
 
         Raises:
             ArgumentError: On every rank: names, types or shapes differ between ranks (the message says how), or a

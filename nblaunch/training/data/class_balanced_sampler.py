@@ -72,13 +72,19 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
         if not len(self):
             return self._iterate([])
         place, generator = self._place(), derived_generator(self.seed, self.epoch)
+        if self._begin and self._loaded_for != place.size:
+            raise ArgumentError(
+                f"the sampler's state was taken with num_replicas={self._loaded_for}, and this is {place.size}: "
+                "balanced batches depend on it, so samples would be lost or repeated. Resume with as many ranks, or "
+                f"begin the next epoch: set_epoch({self.epoch + 1})"
+            )
         shape = (len(self), place.size, self._per_class())
         columns = [self._draw(members, shape, generator) for members in self._members]
         batches = torch.cat(columns, dim=2)  # (batches, ranks, batch_size)
         if self.shuffle:
             places = torch.rand(batches.shape, generator=generator).argsort(dim=2)
             batches = batches.gather(2, places)
-        return self._iterate(batches[:, place.rank].tolist())
+        return self._iterate(batches[self._begin // place.size :, place.rank].tolist())
 
     def _per_class(self) -> int:
         return self.batch_size // len(self._members)

@@ -64,8 +64,8 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         """Where passes begin until one is completed, after `load_state_dict`."""
         self._had_workers = False
         """Whether persistent workers were there when the loaded state was taken."""
-        self._offset = 0
-        """Batches to leave out of the next pass."""
+        self._offset: int | None = None
+        """Where the next pass alone begins."""
         self._epoch = 0
         self.sharded: ShardedLoader[T_co] | None = None
         """Iterated instead, after a state that several ranks have written."""
@@ -79,18 +79,20 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
             self.sharded.observer = self.observer
             return iter(self.sharded)
         before, now = self._resumed, states_for(self)
-        offset, self._offset = self._offset, 0
+        offset, self._offset = self._offset, None
         if self._had_workers and self._iterator is None:
             super().__iter__()
             restore_states(self, now)
         has_workers = self._iterator is not None
         if before is None:
             batches = super().__iter__()
-            current = _Pass(now, now if offset == 0 else states_for(self), has_workers, offset)
-            self._skip(batches, offset)
+            current = _Pass(now, states_for(self) if offset else now, has_workers, offset or 0)
+            self._skip(batches, current.done)
             return self._counted(batches, current)
         if has_workers and not before.has_workers:  # of an attempt to continue the pass that started them
             self._iterator = None
+        if offset is not None:
+            before = replace(before, done=offset)
         restore_states(self, before.at_iter)
         batches = super().__iter__()
         restore_states(self, before.at_first)
@@ -154,8 +156,6 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         """Begin the next pass after this many batches, wherever the loader stands."""
         if self.sharded is not None:
             self.sharded.begin_at(batches)
-        elif self._resumed is not None:
-            self._resumed.done = batches
         else:
             self._offset = batches
 
@@ -187,7 +187,7 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`: the next pass begins there. One of a `ShardedLoader` keeps that one's order."""
-        self._offset = 0
+        self._offset = None
         self._latest = self._resumed = self.sharded = None
         if "seed" in state:
             self.sharded = ShardedLoader(self.plain())
@@ -222,8 +222,8 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
 # ------------------------------------------------------------------ random states
 def given_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     """Return the generators that a loader and its samplers were given, each once."""
-    given = [loader.generator] if isinstance(loader.generator, torch.Generator) else []
-    given += [generator for sampler in samplers_of(loader)[:1] for generator in generators_of(sampler)]
+    given = [generator for sampler in samplers_of(loader)[:1] for generator in generators_of(sampler)]
+    given += [loader.generator] if isinstance(loader.generator, torch.Generator) else []
     return list({id(generator): generator for generator in given}.values())
 
 

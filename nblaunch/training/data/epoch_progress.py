@@ -21,6 +21,8 @@ class EpochProgress:
     """Samples that all ranks have taken in that pass; 0 if not counted."""
     start_samples: int = 0
     """Like `start`, in samples of all ranks."""
+    once: int | None = None
+    """Where the next pass alone begins, instead of `start`."""
     ended: bool = False
     """Whether all of this epoch was taken by a caller who stopped at the last item."""
 
@@ -28,8 +30,9 @@ class EpochProgress:
         """Begin a pass; return its first position."""
         if self.ended:
             self.complete(self.epoch)
-        self.done, self.samples = self.start, self.start_samples
-        return self.start
+        start, self.once = self.start if self.once is None else self.once, None
+        self.done, self.samples = start, self.start_samples
+        return start
 
     def complete(self, epoch: int) -> None:
         """Advance after a complete pass of `epoch`, unless the epoch was set meanwhile."""

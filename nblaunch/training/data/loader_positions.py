@@ -98,9 +98,10 @@ class SkippedLoader:
     def __iter__(self) -> Iterator[Any]:
         inner = self.loader.loader if isinstance(self.loader, Prefetcher) else self.loader
         if not isinstance(inner, (CountedLoader, ShardedLoader)):
-            return islice(iter(self.loader), self.skipped, None)
+            yield from islice(iter(self.loader), self.skipped, None)
+            return
         inner.begin_at(self.skipped)
-        return iter(self.loader)
+        yield from self.loader
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet during unpickling

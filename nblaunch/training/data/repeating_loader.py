@@ -136,6 +136,8 @@ class RepeatingLoader(ShardedLoader[T_co]):
         """Begin the next pass after this many batches; unless it is stateful, in a new order as in accelerate."""
         if not self.is_stateful:
             self.load_state_dict({"epoch": self.state_dict()["epoch"], "batches": 0, "seed": self.seed})
+        elif batches != self._progress.start:
+            self._resumed = {}
         super().begin_at(batches)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ class _Wrapper(RankSampler[Any]):
         self._run: tuple[tuple[Any, ...], list[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        key = (self._place(), self.seed, self.epoch)
+        key = (self._place(), self.seed, self.epoch, self._begin)
         if self._run is None or self._run[0] != key:  # a second run in one epoch would advance a stateful sampler
             if hasattr(self._wrapped, "set_epoch"):
                 self._wrapped.set_epoch(self.epoch)
@@ -66,7 +66,7 @@ class DistributedSamplerWrapper(_Wrapper):
     def _part(self) -> list[Any]:
         place = self._place()
         order = IndexSource(self._wrapped, "own part").planned(place, self.seed, self.epoch)
-        return [share.items for share in order[place.rank :: place.size]]
+        return [share.items for share in order[self._begin + place.rank :: place.size]]
 
 
 class DistributedBatchSamplerWrapper(_Wrapper):
@@ -103,6 +103,7 @@ class DistributedBatchSamplerWrapper(_Wrapper):
     def _part(self) -> list[Any]:
         place = self._place()
         if self.even:
-            return [s.items for s in IndexSource(self._wrapped, "batches").planned(place, self.seed, self.epoch)]
+            source = IndexSource(self._wrapped, "batches")
+            return [share.items for share in source.planned(place, self.seed, self.epoch, self._begin)]
         with seeded(derived_seed(self.seed, self.epoch), *generators_of(self._wrapped)):
-            return list(self._wrapped)[place.rank :: place.size]
+            return list(self._wrapped)[self._begin + place.rank :: place.size]

@@ -51,6 +51,7 @@ class RankSampler(Sampler[T], Generic[T]):
         self._seed = checked_seed(seed)
         self._progress = EpochProgress()
         self._unsettled: tuple[Sized, int] | None = None
+        self._loaded_for: int | None = None  # the ranks of the latest loaded state
         if rank is not None and num_replicas is not None:
             self._place()
 
@@ -85,13 +86,27 @@ class RankSampler(Sampler[T], Generic[T]):
         self._progress.move_to(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return ``seed``, ``epoch``, and ``position``, the number of indices this rank has yielded in the pass."""
-        return {"seed": self.seed, "epoch": self.epoch, "position": self._progress.done}
+        """Return the position in the pass; the same on all ranks that have yielded equally many.
+
+        Returns:
+            ``seed``; ``epoch``; ``position``, the indices (or batches) that this rank has yielded; ``samples``, those
+            that all ranks have; ``num_replicas``.
+        """
+        epoch, now, ranks = self.epoch, self._progress, self.num_replicas
+        if now.start and now.done == now.start:
+            ranks = self._loaded_for or ranks
+        taken = now.start_samples + (now.done - now.start) * ranks
+        return {"seed": self.seed, "epoch": epoch, "position": now.done, "samples": taken, "num_replicas": ranks}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from a `state_dict`: passes of its epoch yield only the rest."""
+        """Resume from a `state_dict`: passes of its epoch yield only the rest.
+
+        With another number of ranks the rest is divided again, and none of it is lost or repeated.
+        """
         self._seed = checked_seed(state["seed"])
-        self._progress.resume(state["epoch"], state["position"])
+        self._loaded_for = state.get("num_replicas", self.num_replicas)
+        taken = state.get("samples", state["position"] * self._loaded_for)
+        self._progress.resume(state["epoch"], state["position"], taken)
         self._unsettled = None
 
     def _place(self) -> World:
@@ -105,12 +120,18 @@ class RankSampler(Sampler[T], Generic[T]):
         place = self._place()
         return (count - place.rank + place.size - 1) // place.size
 
+    @property
+    def _begin(self) -> int:
+        """How many items of the whole order all ranks had taken where passes of this epoch begin."""
+        self._settle()
+        return self._progress.start_samples
+
     def _iterate(self, items: Sequence[T]) -> Iterator[T]:
-        """Iterate this rank's part, and count the pass."""
+        """Iterate what this rank takes of the whole order from `_begin` on, and count the pass."""
         self._settle()
         self._unsettled = None  # an unfinished pass was abandoned
         start, epoch = self._progress.begin(), self.epoch
-        for place, item in enumerate(items[start:], start + 1):
+        for place, item in enumerate(items, start + 1):
             self._progress.done = place
             yield item
         if (requested := _requested_from_workers()) is None:
@@ -153,7 +174,7 @@ class _IndexSampler(RankSampler[int]):
     def __iter__(self) -> Iterator[int]:
         place = self._place()
         drawn = self._draw(derived_generator(self.seed, self.epoch))
-        return self._iterate(_IndexTensor(drawn[place.rank :: place.size]))
+        return self._iterate(_IndexTensor(drawn[self._begin + place.rank :: place.size]))
 
     def _draw(self, generator: torch.Generator) -> torch.Tensor:
         raise NotImplementedError

@@ -54,15 +54,16 @@ class _Pass:
 class ShardedLoader(LoaderNames, DataLoader[T_co]):
     """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
 
-    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so
-    all ranks know one order. Their random generators keep their states. (A ``generator`` that the loader was given is
-    seeded too: choose another order by `seed`.) The order is cut into chunks of ``batch_size`` × world size; rank r
-    takes the r-th part of each, so a batch gathered by rank is in order. The last chunk is divided evenly; if it holds
-    fewer samples than there are ranks, the chunk before gives it some. So each sample comes exactly once *and* every
-    rank has equally many batches. If that is impossible (batches of one sample, or fewer samples than ranks) a rank
-    repeats one sample, and `is_padding` is True. With ``drop_last`` only whole chunks are yielded. The batches of a
-    user's own batch sampler are divided as whole batches, see `partition_batches`. A loader whose sampler shards
-    already (such as torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
+    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so all
+    ranks know one order. Their random generators keep their states. (A ``generator`` that the loader was given is
+    seeded too: choose another order by `seed`; `Accelerator.prepare` takes the generator's own seed.) The order is cut
+    into chunks of ``batch_size`` × world size; rank r takes the r-th part of each, so a batch gathered by rank is in
+    order. The last chunk is divided evenly; if it holds fewer samples than there are ranks, the chunk before gives it
+    some. So each sample comes exactly once *and* every rank has equally many batches. If that is impossible (batches of
+    one sample, or fewer samples than ranks) a rank repeats one sample, and `is_padding` is True. With ``drop_last``
+    only whole chunks are yielded. The batches of a user's own batch sampler are divided as whole batches, see
+    `partition_batches`. A loader whose sampler shards already (such as torch's ``DistributedSampler``) keeps its parts;
+    only its epochs are set.
 
     **Iterable datasets.** The same, except that rank 0 reads and sends, or each rank reads everything: see
     ``dispatch`` in `shard`. While rank 0 sends, iterating is a collective: every rank takes equally many batches of
@@ -288,6 +289,11 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         return default_seed() if self._seed is None else self._seed
 
     @property
+    def has_own_seed(self) -> bool:
+        """Whether it was given a seed, or has loaded a state."""
+        return self._seed is not None
+
+    @property
     def epoch(self) -> int:
         """The epoch of the current pass, or of the next one."""
         return self._progress.epoch
@@ -338,20 +344,24 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         self._set_sampler_epochs()
 
     def begin_at(self, batches: int) -> None:
-        """Begin the next pass after this many batches of this rank.
+        """Begin the next pass, which must begin now, after this many batches of this rank; later passes are whole.
 
         If a loaded state stands there, it stays: with another number of ranks its samples are counted right.
         """
-        state: dict[str, Any] = self.state_dict()
-        if state["batches"] != batches:
-            if state["batches"] and state["world_size"] != world().size and world().rank == 0:
-                warn(
-                    f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {state['batches']} "
-                    f"of {state['world_size']} ranks, and there are {world().size} now: leave skip_first_batches out, "
-                    "and the pass continues where the state was saved"
-                )
-            state = {"epoch": state["epoch"], "batches": batches, "seed": state["seed"]}
-        self.load_state_dict(state)
+        self._follow_samplers()
+        now, before = self._progress, self._loaded
+        if now.start == batches and not now.ended:
+            return
+        if now.start and not now.ended and before and before.world_size != self.place.size and world().rank == 0:
+            warn(
+                f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {now.start} "
+                f"of {before.world_size} ranks, and there are {self.place.size} now: leave skip_first_batches out, "
+                "and the pass continues where the state was saved"
+            )
+        self._loaded = None
+        now.resume(self.epoch + now.ended, 0)
+        now.once = batches
+        self._set_sampler_epochs()
 
     @property
     def _division(self) -> Division:

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data.counted_loader import CountedLoader
+from nblaunch.training.data.counted_loader import CountedLoader, given_generators
 from nblaunch.training.data.sharded_loader import ShardedLoader
+from nblaunch.training.exchange import exchange
+from nblaunch.training.seeding import order_seed
 
 T = TypeVar("T")
 
@@ -55,6 +57,16 @@ def shard(
             "rank has equally many: give the DataLoader from before prepare"
         )
     return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move, copies=copies)
+
+
+def agreed_seed(loader: DataLoader[Any]) -> int | None:
+    """Return rank 0's seed of a loader's order: of the loader's generator if it has one, else of torch's global one.
+
+    None for a `ShardedLoader` with a seed of its own, which it keeps. A collective.
+    """
+    is_settled = isinstance(loader, ShardedLoader) and loader.has_own_seed
+    seed: int | None = exchange(None if is_settled else order_seed(given_generators(loader)))[0]
+    return seed
 
 
 def divide_batches(loader: DataLoader[T], ranks: int) -> DataLoader[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -27,7 +28,7 @@ _ACCELERATES = re.compile(
 """Names of what accelerate's ``save_state`` writes."""
 _CHUNK_BYTES = 1 << 20
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>partial|old)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>new|old|partial)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,7 @@ class Manifest:
         """
         name = f"input_dir={str(folder)!r}"
         if not folder.is_dir():
-            left = [
-                path.name
-                for path, writer in _unfinished(folder.parent)
-                if writer.group("name", "kind") == (folder.name, "old")
-            ]
-            rest = f". {left[0]} is its state from before a write that has not ended: rename it" if left else ""
-            raise ArgumentError(f"{name}: there is no such folder{rest}")
+            raise ArgumentError(f"{name}: there is no such folder")
         path = folder / MANIFEST
         if not path.is_file():
             _refuse_accelerate_state(folder)
@@ -185,14 +180,14 @@ class StateFolder:
         if not self.target.exists():
             self.scratch.rename(self.target)
         else:
-            before = _beside(self.target, "old")
+            ready, before = _beside(self.target, "new"), _beside(self.target, "old")
             try:
-                self.target.rename(before)
-                self.scratch.rename(self.target)
-            except BaseException:  # an interrupt too
+                self.scratch.rename(ready)
+                if not _exchange(ready, self.target):
+                    self.target.rename(before)
+                    ready.rename(self.target)
+            finally:  # after an interrupt too
                 repair(self.target)
-                raise
-            _retire(before, self.target)
         flush(self.target.parent)
 
     def discard(self) -> None:
@@ -210,13 +205,25 @@ def is_state(folder: Path) -> bool:
 
 
 def repair(target: Path) -> None:
-    """Undo or finish a replacement of `target` by a writer that was killed in it."""
-    for path, writer in _unfinished(target.parent):
-        if writer["kind"] == "old" and writer["name"] == target.name and _has_ended(writer):
-            if target.exists():
-                _retire(path, target)
-            else:
+    """Finish a replacement of `target` by a writer that has ended, and if it is missing, by one on another machine.
+
+    If `target` is missing, the new state takes its place, else that from before. All other ones are removed.
+    """
+    for path, writer in sorted(_unfinished(target.parent), key=lambda found: found[1]["kind"]):  # "new" before "old"
+        if writer["kind"] == "partial" or writer["name"] != target.name:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if not target.exists() and (_has_ended(writer) or writer["host"] != _host()):
                 path.rename(target)
+            elif _has_ended(writer):
+                _retire(path, target)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders' names in one step (Linux, ``renameat2``); return False where that is impossible."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0
 
 
 def _retire(before: Path, target: Path) -> None:

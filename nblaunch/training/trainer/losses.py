@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,6 +13,18 @@ from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.pytree import batch_size_of, parameters_of
 from nblaunch.training.topology import data_world
+
+_LOSSES = (
+    "mse",
+    "l1",
+    "smooth_l1",
+    "huber",
+    "nll",
+    "cross_entropy",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+"""Names of losses in `torch.nn.functional`, without ``_loss``."""
 
 
 class SampleWeights:
@@ -73,6 +86,20 @@ class SampleWeights:
                 "the dataset, or a DataLoader without a distributed sampler"
             )
             self._usual = 0
+
+
+def loss_named(name: str) -> Callable[[Any, Any], Tensor]:
+    """Return the loss of a name in `torch.nn.functional`, with or without ``_loss``, in any case.
+
+    Raises:
+        ArgumentError: There is no such loss.
+    """
+    short = name.lower().removesuffix("_loss")
+    if short not in _LOSSES:
+        known = ", ".join(map(repr, _LOSSES))
+        raise ArgumentError(f"loss_fn={name!r}: give a function (output, target) -> loss, or one of {known}")
+    found: Any = mean_squared_error if short == "mse" else getattr(F, short, None) or getattr(F, f"{short}_loss")
+    return found  # type: ignore[no-any-return]  # a function of torch's
 
 
 def mean_squared_error(output: Any, target: Any) -> Tensor:

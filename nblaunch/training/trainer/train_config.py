@@ -77,7 +77,8 @@ class TrainConfig:
         keep: Number of latest checkpoints to keep; the best one is kept besides.
         resume: True: resume from the latest checkpoint in the folder, also with another number of ranks if all of them
             together have as many samples in each step. False: train from the start, and replace the checkpoints there.
-        seed: Seed of the order of samples and all random numbers in the ranks.
+        seed: Seed of the order of samples and all random numbers in the ranks. The order of a DataLoader with a
+            generator of its own comes from that generator's seed.
         log_every: Optimizer steps between two reports of the loss, the learning rate and the samples per second.
         validate_every: Optimizer steps between validations, and one at the end of training. Default: validation after
             each epoch.

@@ -22,7 +22,7 @@ from nblaunch.training.parallel.sharded_states import load_full_state
 from nblaunch.training.pytree import parameters_of
 from nblaunch.training.states import checkpoint
 from nblaunch.training.trainer.callbacks import Callbacks
-from nblaunch.training.trainer.losses import loss_parts, mean_squared_error
+from nblaunch.training.trainer.losses import loss_named, loss_parts, mean_squared_error
 from nblaunch.training.trainer.own_process import kept_process_state
 from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, predict_part
 from nblaunch.training.trainer.run_checkpoints import Best, Results, what_is_next
@@ -50,6 +50,7 @@ class Trainer:
         config: The settings. Default: ``TrainConfig()``.
         loss_fn: ``(output, target) -> loss``, a mean over the batch. Default: the mean squared error, for outputs and
             targets of the same shape; for classes give another, such as ``torch.nn.functional.cross_entropy``.
+            The name of a loss in ``torch.nn.functional`` serves too: ``"mse"``, ``"l1"``, ``"cross_entropy"``.
         metrics: By name, computed over the validation data: ``{"accuracy": Accuracy()}``. Default: none.
         callbacks: Objects with any of the methods ``on_fit_begin(trainer)``, ``on_epoch_begin(trainer)``,
             ``on_step_end(trainer, loss)``, ``on_validation_end(trainer, results)``, ``on_epoch_end(trainer, results)``
@@ -68,12 +69,14 @@ class Trainer:
         optimizer: Optimizer,
         config: TrainConfig | None = None,
         *,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | str | None = None,
         metrics: Mapping[str, Metric] | None = None,
         callbacks: Sequence[object] = (),
     ) -> None:
         if config is not None and not isinstance(config, TrainConfig):
             raise ArgumentError(f"config={config!r}: use a TrainConfig")
+        if isinstance(loss_fn, str):
+            loss_fn = loss_named(loss_fn)
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentError(f"loss_fn={loss_fn!r:.80}: give a function (output, target) -> loss")
         if not isinstance(model, nn.Module):

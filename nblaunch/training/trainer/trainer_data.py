@@ -15,9 +15,10 @@ from torch.utils.data import (
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.accelerator import Accelerator
+from nblaunch.training.data.counted_loader import given_generators
 from nblaunch.training.data.index_source import length_of, samplers_of, shards
 from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import shard
+from nblaunch.training.data.sharding import agreed_seed, shard
 from nblaunch.training.trainer.train_config import TrainConfig
 
 Data = DataLoader[Any] | Dataset[Any]
@@ -39,7 +40,8 @@ def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Ac
         data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
     move = None if accelerator is None else accelerator.prepare_batch
     copies = None if accelerator is None or accelerator.copies == 1 else accelerator.copies
-    loader = shard(data, seed=None if isinstance(data, ShardedLoader) else config.seed, move=move, copies=copies)
+    has_order = isinstance(data, ShardedLoader) or given_generators(data)
+    loader = shard(data, seed=agreed_seed(data) if has_order else config.seed, move=move, copies=copies)
     loader.load_state_dict({"epoch": 0, "batches": 0, "seed": loader.seed})  # the user may have iterated it before
     return loader
 
