@@ -26,6 +26,7 @@ from nblaunch.errors import (
     add_note,
     text_of,
 )
+from nblaunch.launch import cell_changes
 from nblaunch.launch.frontend import host
 from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -117,7 +118,7 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     _add_memory_notes(error, failed)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
-    if unsent := unsent_name(failed):
+    if unsent := unsent_name(failed) or cell_changes.explain(failed, host().cells(), host().notebook_names() or {}):
         add_note(error, unsent)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")

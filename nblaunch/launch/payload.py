@@ -20,7 +20,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError, Placed, Region
-from nblaunch.transfer import definitions, notebook_shell, parameters, pickling, reducers, text_names
+from nblaunch.transfer import cell_imports, definitions, notebook_shell, parameters, pickling, reducers, text_names
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
@@ -50,7 +50,8 @@ def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None =
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
     namespace = _namespace()
     needed = _unseen([(name_of(function), function), *by_name.items()], namespace)
-    return Payload(function, args, kwargs, _anchor(namespace, sorted(needed)), settings(), watched)
+    anchor = _anchor(namespace, sorted(needed))
+    return Payload(function, args, kwargs, anchor, settings(), watched, imports=imports_of_cells())
 
 
 def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
@@ -59,7 +60,12 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _unseen([(name, namespace[name]) for name in names], namespace)
     anchor = _anchor(namespace, sorted(needed.union(names)))
-    return Payload(cell, (), {}, anchor, settings(), watched, reducers.operators_in(cell.source))
+    return Payload(cell, (), {}, anchor, settings(), watched, reducers.operators_in(cell.source), imports_of_cells())
+
+
+def imports_of_cells() -> dict[str, bool]:
+    """Return the modules that the notebook's cells have imported and that ranks are to import, too."""
+    return cell_imports.imported_in(cell.python for cell in host().cells())
 
 
 @dataclass(frozen=True, slots=True)

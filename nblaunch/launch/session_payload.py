@@ -45,7 +45,8 @@ def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Tick
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
     operators = reducers.operators_in(cell.source)
-    return _pack(Payload(cell, (), {}, None, _settings(ranks), {}, operators), used, operators, ranks, ticket)
+    payload = Payload(cell, (), {}, None, _settings(ranks), {}, operators, payloads.imports_of_cells())
+    return _pack(payload, used, operators, ranks, ticket)
 
 
 def pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
@@ -70,7 +71,7 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket
         raise ArgumentError(
             f"{parameters.summary(args, kwargs)} do not fit {payloads.name_of(function)}: {error}"
         ) from None
-    payload = Payload(function, args, kwargs, None, _settings(ranks), {})
+    payload = Payload(function, args, kwargs, None, _settings(ranks), {}, imports=payloads.imports_of_cells())
     return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)
 
 

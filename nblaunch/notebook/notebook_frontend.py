@@ -42,6 +42,8 @@ class NotebookFrontend:
         self._cuda_cell = ""
         self._was_examined = False
         """``%pdb`` is to be turned on again after the cell."""
+        self._cells: list[CellSource] = []
+        """What `cells` returned last: translating many cells takes a while."""
         self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
@@ -78,12 +80,15 @@ class NotebookFrontend:
 
     def cells(self) -> list[CellSource]:
         """Return the cells that the notebook has run. A magic that runs its cell here is removed from the top."""
-        found = []
+        known, self._cells = self._cells, []
         with paused():
             for number, typed in enumerate(self.shell.history_manager.input_hist_raw):
-                python = self.shell.transform_cell(_RUNS_HERE.sub("", typed))
-                found.append(CellSource(f"Cell In[{number}]", typed, python))
-        return found
+                if known[number:] and known[number].typed is typed:
+                    self._cells.append(known[number])
+                else:
+                    python = self.shell.transform_cell(_RUNS_HERE.sub("", typed))
+                    self._cells.append(CellSource(f"Cell In[{number}]", typed, python))
+        return self._cells
 
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]

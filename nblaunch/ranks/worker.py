@@ -44,7 +44,7 @@ from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.namespace import Namespace, without_unbuilt
 from nblaunch.ranks.report import Context, Interrupted, enter
-from nblaunch.transfer import definitions
+from nblaunch.transfer import cell_imports, definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire import rank_variables
@@ -274,6 +274,7 @@ def _work(
         if home is None or home.takes_settings(payload.settings):
             environment.apply_settings(payload.settings)
         link.send(Running(spec.rank, task.task, taken))
+        cell_imports.import_here(payload.imports)
         return task_body.call(payload, home)
     finally:
         link.armed = False

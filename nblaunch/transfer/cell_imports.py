@@ -13,12 +13,12 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from nblaunch.machine.own_code import is_users
 from nblaunch.machine.packages import KNOWN_SAFE, is_installed, package_of
 
-EFFECT_FREE = KNOWN_SAFE | sys.stdlib_module_names | {"IPython", "nblaunch", "numpy", "torch"}
+EFFECT_FREE = KNOWN_SAFE | sys.stdlib_module_names | {"IPython", "google", "nblaunch", "numpy", "torch"}
 """Top-level packages whose modules do not change other modules."""
 
 
@@ -35,13 +35,13 @@ def imported_in(cells: Iterable[str]) -> dict[str, bool]:
     return {name: _is_own(name) for name in names if name in sys.modules and package_of(name) not in EFFECT_FREE}
 
 
-def import_here(modules: dict[str, bool]) -> None:
+def import_here(modules: Mapping[str, bool]) -> None:
     """Import modules as the notebook's cells did; called in ranks. One that fails is reported in the rank's log."""
     for name, is_own in modules.items():
         if name not in sys.modules and (is_own or package_of(name) in sys.modules):
             try:
                 importlib.import_module(name)
-            except Exception:  # noqa: BLE001  # whatever a module raises: the function may do without it
+            except (Exception, SystemExit):  # noqa: BLE001  # whatever a module raises: the function may do without it
                 reason = traceback.format_exc(limit=0).strip().splitlines()[-1]
                 sys.stderr.write(f"nblaunch: this rank cannot import {name}, as a cell of the notebook did: {reason}\n")
 

@@ -138,6 +138,21 @@ def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     assert kernel.ask("counts.value, sorted(messages.get(timeout=10) for _ in range(4))") == (4, [0, 0, 1, 1])
 
 
+def test_imports_for_their_effect_happen_in_ranks(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "effect_base").mkdir()
+    (tmp_path / "effect_base/__init__.py").write_text("class Learner: ...")
+    (tmp_path / "effect_base/extra.py").write_text("import effect_base as b\nb.Learner.extra = lambda self: 'patched'")
+    kernel.run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom effect_base.extra import *\n"
+        "from effect_base import Learner\ndef use(): return Learner().extra()\n"
+        "def launched(f): return nblaunch.notebook_launcher(f, (), 2, view='none')"
+    ).check()
+    assert on_ranks(kernel, "Learner().extra()") == ["patched"] * 2
+    assert kernel.ask("list(launched(use))") == kernel.ask("list(s.run(use, view='none'))") == ["patched"] * 2
+    kernel.run("Learner.added = lambda self: 3\ndef use_added(): return Learner().added()").check()
+    assert "adds `added` to a module or class of the notebook" in kernel.run("launched(use_added)").traceback
+
+
 def test_names_in_strings_are_sent_and_missing_ones_are_named(kernel: Kernel) -> None:
     kernel.run(
         "import threading, typing\nhidden, other, guard = 0.5, 7, threading.Lock()\nclass Part: ...\n"

@@ -1,0 +1,89 @@
+"""What cells have changed outside the notebook: registries and classes of modules, which ranks import themselves."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.wire.messages import Failed
+
+_REGISTERS = re.compile("regist|patch|setattr", re.IGNORECASE)
+"""In the name of a function or decorator that changes a module."""
+_WORD = re.compile(r"[^\W\d]\w*")
+_MAX_SEARCHED_CHARS = 2000
+
+
+def explain(failed: Failed, cells: Iterable[CellSource], namespace: Mapping[str, Any]) -> str:
+    """Return a note if an error names what a cell has added to a module; empty if none does.
+
+    Args:
+        failed: A rank's exception.
+        cells: The cells that the notebook has run.
+        namespace: The notebook's names.
+    """
+    words = set(_WORD.findall(failed.text[:_MAX_SEARCHED_CHARS]))
+    for cell in reversed([*cells]):
+        for word, owner in _changes_of(cell.python):
+            if word in words and (owner is None or _is_of_module(namespace.get(owner))):
+                return (
+                    f"{cell.label} adds `{word}` to a module or class of the notebook. Ranks import modules "
+                    "themselves, without it: add it in the function, too, or in a file that the notebook imports."
+                )
+    return ""
+
+
+def _is_of_module(value: Any) -> bool:
+    """Return True for a module, and for a class or function that ranks import."""
+    return isinstance(value, ModuleType) or getattr(value, "__module__", "__main__") != "__main__"
+
+
+@functools.lru_cache(maxsize=4096)
+def _changes_of(cell: str) -> tuple[tuple[str, str | None], ...]:
+    try:
+        return tuple(_changes_in(ast.parse(cell).body))
+    except SyntaxError:  # a cell that did not run
+        return ()
+
+
+def _changes_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | None]]:
+    """Yield the words that code adds somewhere when it runs, and the name of the object; None: a function adds it."""
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                owner = _root(target)
+                if isinstance(target, ast.Attribute):
+                    yield target.attr, owner
+                elif isinstance(target, ast.Subscript) and owner:
+                    yield from ((word, owner) for word in _words(target.slice))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for decorator in filter(_registers, node.decorator_list):
+                yield from ((word, None) for word in (node.name, *_words(decorator)))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if _registers(node.value.func):
+                yield from ((word, None) for each in node.value.args for word in _words(each))
+        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):
+            yield from _changes_in(ast.iter_child_nodes(node))
+
+
+def _registers(node: ast.AST) -> bool:
+    return bool(_REGISTERS.search(ast.unparse(node)))
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def _root(node: ast.AST) -> str | None:
+    """Return the name that an expression such as ``a.b["c"]`` begins with."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None

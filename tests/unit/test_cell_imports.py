@@ -1,0 +1,109 @@
+"""Which imports of cells ranks repeat, and what errors say of other changes that cells have made to modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nblaunch.launch import cell_changes
+from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.transfer.cell_imports import import_here, imported_in
+from nblaunch.wire.messages import Failed
+
+FILES = {
+    "ownpkg/__init__.py": "class Learner: ...",
+    "ownpkg/extra.py": "import ownpkg\nownpkg.Learner.extra = 1",
+    "ownpatch.py": "import ownpkg\nownpkg.Learner.patched = 2",
+    "ownbroken.py": "raise SystemExit('not here')",
+}
+
+
+@pytest.fixture
+def _own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, text in FILES.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.startswith("own")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_what_cells_import_is_imported_in_their_order() -> None:
+    cells = [
+        "x = 1\nfrom ownpkg.extra import *",
+        "try:\n    import absent\nexcept ImportError:\n    import ownpatch as patch",
+        "import json, numpy.random\nimport pytest\ndef f():\n    import ownlater",
+        "import no such syntax",
+    ]
+    import_here({"ownpkg.extra": True, "ownpatch": True})
+    assert imported_in(cells) == {"ownpkg.extra": True, "ownpatch": True, "pytest": False}
+    forget()
+    import_here(imported_in(cells[:0]) | {"ownpkg.extra": True, "ownpatch": True, "absent.part": False})
+    learner: Any = sys.modules["ownpkg"].Learner  # type: ignore[attr-defined]
+    assert (learner.extra, learner.patched) == (1, 2)
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_an_installed_module_waits_for_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_here({"ownpkg.extra": False})
+    assert "ownpkg" not in sys.modules
+    monkeypatch.setitem(sys.modules, "ownpkg", __import__("ownpkg"))
+    import_here({"ownpkg.extra": False})
+    assert "ownpkg.extra" in sys.modules
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_an_import_that_fails_is_reported_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    import_here({"ownbroken": True, "ownpatch": True})
+    assert capsys.readouterr().err == (
+        "nblaunch: this rank cannot import ownbroken, as a cell of the notebook did: SystemExit: not here\n"
+    )
+    assert "ownpatch" in sys.modules
+
+
+registry = ModuleType("registry")
+NAMES = {"registry": registry, "config": {}, "nn": ModuleType("nn"), "Path": Path, "Own": SimpleNamespace}
+
+
+@pytest.mark.parametrize(
+    ("cell", "error"),
+    [
+        ("registry.models['small'] = 3", "KeyError: 'small'"),
+        ("nn.Module.summary = lambda self: 1", "'Linear' object has no attribute 'summary'"),
+        ("if True:\n    Path.tail = 1", "type object 'Path' has no attribute 'tail'"),
+        ("setattr(nn.Module, 'summary', f)", "'Linear' object has no attribute 'summary'"),
+        ("@register_model\ndef tiny(): ...", "RuntimeError: Unknown model (tiny)"),
+        ("@registry.register('tiny-1', name='two')\nclass A: ...", "ValueError: no model A"),
+        ("AutoModel.register(Config, Model)", "Unrecognized configuration class <class '__main__.Config'>"),
+        ("@patch\ndef fit_twice(self: Learner): ...", "'Learner' object has no attribute 'fit_twice'"),
+    ],
+)
+def test_an_error_names_the_cell_that_changed_a_module(cell: str, error: str) -> None:
+    failed = Failed(0, 1, 0, "exception", "KeyError", error, "")
+    cells = [CellSource("Cell In[1]", "", "x = 1"), CellSource("Cell In[2]", cell, cell)]
+    assert cell_changes.explain(failed, cells, NAMES).startswith("Cell In[2] adds `")
+
+
+@pytest.mark.parametrize(
+    ("cell", "error"),
+    [
+        ("config['lr'] = 3\nlr = 4\nprint('lr')\nself.lr = 3", "KeyError: 'lr'"),
+        ("def f():\n    registry.models['small'] = 3", "KeyError: 'small'"),
+        ("registry.models[3] = 3; x: int; no syntax", "KeyError: 3"),
+    ],
+)
+def test_other_cells_are_not_named(cell: str, error: str) -> None:
+    failed = Failed(0, 1, 0, "exception", "KeyError", error, "")
+    assert cell_changes.explain(failed, [CellSource("Cell In[1]", cell, cell)], NAMES) == ""
