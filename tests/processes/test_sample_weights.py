@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from nblaunch import notebook_launcher
-from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
+from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer, shard
 from tests.processes.trained import fitted
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
@@ -64,6 +64,26 @@ def of_ranks(nprocs: int, *runs: Callable[[], Tensor]) -> list[Tensor]:
     """What several runs end with, in the ranks of one launch."""
     result: Any = notebook_launcher(lambda: [run() for run in runs], num_processes=nprocs, device="cpu")
     return list(result[0])
+
+
+def looped(size: int) -> Tensor:
+    """The weights after a loop with an Accelerator."""
+    accelerator, model = Accelerator(compute_setup="cpu"), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    net_, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(lines(53), size))
+    for _ in range(3):
+        for at, target in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net_(at), target)
+            accelerator.backward(loss * loader.sample_weight)
+            optimizer.step()
+    return weights(model)
+
+
+def test_a_loop_of_ones_own_can_weigh_by_samples() -> None:
+    alone = looped(24)
+    for nprocs in (2, 3):
+        assert apart(of_ranks(nprocs, lambda: looped(24 // nprocs))[0], alone) < 1e-12  # noqa: B023  # called here
 
 
 @pytest.mark.parametrize("nprocs", [2, 3])

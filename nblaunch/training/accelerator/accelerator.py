@@ -227,9 +227,9 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         batches by 4 the last two are halved. (If the loader has no length, or several prepared loaders are iterated at
         once, all steps divide by `gradient_accumulation_steps`.)
 
-        Ranks and batches count the same, as in DDP, whatever their numbers of samples. So if the last batches have
-        different sizes, the weights differ a little from those of one process. A `Trainer` weighs by samples;
-        ``drop_last=True`` leaves such batches out.
+        The ranks' gradients are averaged, so a sample in a smaller batch counts for more: the last batches of a pass
+        may be smaller on some ranks. `Trainer` weighs by samples. So does ``backward(loss * loader.sample_weight)``
+        with a prepared loader, where each batch is an optimizer step and the loss is a mean over the batch.
         """
         self._gradients.backward(loss, **kwargs)
 

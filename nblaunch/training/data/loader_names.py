@@ -15,11 +15,22 @@ class LoaderNames:
     batch_sampler: Any
     drop_last: bool
     is_last: bool
+    own_samples: int = 0
+    all_samples: int = 0
 
     @property
     def place(self) -> World:
         """This process's position among those that get different samples."""
         return world()
+
+    @property
+    def sample_weight(self) -> float:
+        """Factor for the mean loss of the latest batch, so that every sample of all ranks' batches counts the same.
+
+        DistributedDataParallel averages the ranks' gradients, and batches of different sizes need the weight. It is 1
+        for equal sizes, and where the other ranks' sizes are unknown.
+        """
+        return self.own_samples * self.place.size / self.all_samples if self.all_samples else 1.0
 
     @property
     def total_batch_size(self) -> int:

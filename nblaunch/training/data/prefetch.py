@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.pytree import tensors_in, to_device
 
-_POSITION = ("is_padding", "is_last", "remaining")
+_POSITION = ("is_padding", "is_last", "remaining", "own_samples", "all_samples")
 """A loader's attributes that describe its latest batch."""
 _END: Any = object()
 _readers: weakref.WeakKeyDictionary[Any, weakref.ref[Prefetcher]] = weakref.WeakKeyDictionary()

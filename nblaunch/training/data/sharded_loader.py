@@ -97,8 +97,6 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
     is_padding: bool = False
     is_last: bool = False
     remaining: int | None = None
-    own_samples: int = 0
-    all_samples: int = 0
     observer: PassObserver | None = None
 
     def __init__(
