@@ -9,7 +9,7 @@ from pathlib import Path
 STATIC = Path(__file__).parent / "static"
 _IMPORT = re.compile(r'^import [^;]+ from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
-_COMMENT = re.compile(r"^ *//.*\n|^ */\*\*(?:[^*]|\*(?!/))*\*/\n", re.MULTILINE)
+_COMMENT = re.compile(r"^ *//.*\n|^ */\*\*(?:[^*]|\*(?!/))*\*/\n|/\*\*(?:[^*\n]|\*(?!/))*\*/ ?", re.MULTILINE)
 _INDENT = re.compile(r"^ +", re.MULTILINE)
 
 

@@ -316,7 +316,7 @@ test("what nblaunch says stands above the log, and a snapshot replaces it", (t) 
   assert.deepEqual(rows(host), ["[rank 0] a"]);
   const notes = () => host.all("nbl-note").map((note) => note.textContent);
   assert.deepEqual(notes(), ["restarting (1 of 3)"]);
-  model.deliver({ kind: "snapshot", seq: 9, now: 3, rewound: false, changes: { notes: [[3, "done"]] } });
+  model.deliver({ kind: "snapshot", seq: 9, now: 3, changes: { notes: [[3, "done"]] }, requests: [] });
   page.draw();
   assert.deepEqual(notes(), ["done"]);
 });
