@@ -10,6 +10,7 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nblaunch.notebook.cells import CellSyntaxError, make_cell, names_used
+from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.messages import Cell
 
 
@@ -197,3 +198,18 @@ def test_a_syntax_error_is_one_with_its_line() -> None:
 def test_a_name_that_the_cell_binds_before_it_reads_it_is_its_own(source: str, used: list[str]) -> None:
     cell = Cell(source, "<cell>", "")
     assert names_used(cell, {"model": 1, "build": 2}) == used
+
+
+def test_two_threads_may_ask_for_the_notebooks_cells() -> None:
+    typed, asked = [f"x = {number}" for number in range(3)], []
+
+    def transform(cell: str) -> str:
+        if not asked:
+            asked.append(None)
+            asked[:] = frontend.cells()  # as another thread would, in the middle
+        return cell
+
+    history = SimpleNamespace(input_hist_raw=typed)
+    frontend = NotebookFrontend(SimpleNamespace(history_manager=history, transform_cell=transform))
+    for cells in (frontend.cells(), asked, frontend.cells()):
+        assert [(cell.label, cell.typed) for cell in cells] == [(f"Cell In[{n}]", typed[n]) for n in range(3)]
