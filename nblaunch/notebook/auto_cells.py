@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -18,7 +19,8 @@ _OWN = re.compile(
 """The beginning of a cell that runs in the notebook."""
 _HELP = re.compile(r"\?{0,2}[\w.%*]+\?{0,2}")
 """``name?`` and its other forms."""
-_pauses = 0
+_paused = ContextVar("paused", default=False)
+"""Of one thread: another may read the notebook's cells while the user runs one."""
 
 
 def set_auto(shell: Any, is_on: bool) -> None:
@@ -39,12 +41,11 @@ def goes_to_session(shell: Any, cell: str) -> bool:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Leave cells alone for a while: the body of a cell magic is transformed as well."""
-    global _pauses
-    _pauses += 1
+    token = _paused.set(True)
     try:
         yield
     finally:
-        _pauses -= 1
+        _paused.reset(token)
 
 
 def _is_of_ranks(help_line: str) -> bool:
@@ -63,10 +64,10 @@ def _to_session(lines: list[str]) -> list[str]:
     """
     first, *rest = [line.strip() for line in lines if line.strip()] or [""]
     is_help = not rest and "?" in first and _HELP.fullmatch(first) is not None
-    if not _pauses and first == "%%local":
+    if not _paused.get() and first == "%%local":
         below = list(itertools.dropwhile(lambda line: not line.strip(), lines[1:]))
         return below if below and below[0].startswith("%%") else ["\n", *lines[1:]]  # lines are counted as typed
-    if _pauses or not first or _OWN.match(first) or (is_help and not _is_of_ranks(first)):
+    if _paused.get() or not first or _OWN.match(first) or (is_help and not _is_of_ranks(first)):
         return lines
     if live_sessions.find() is None:
         raise SyntaxError(

@@ -198,8 +198,7 @@ class LogFeed:
             for key, log in self._logs.items():
                 end = ends.get(key, 0)
                 if end < log.sent:
-                    end = max(end, log.lines_start(MAX_LINES, max(end, log.size - _MAX_TAIL_BYTES)))
-                    log.sent = min(log.sent, end)
+                    log.sent = min(log.sent, log.lines_start(MAX_LINES, max(end, log.size - _MAX_TAIL_BYTES)))
                     log.holes = [hole for hole in log.holes if hole[1] <= log.sent]
 
     def fill(self, most: int) -> list[Chunk]:

@@ -80,15 +80,16 @@ class NotebookFrontend:
 
     def cells(self) -> list[CellSource]:
         """Return the cells that the notebook has run. A magic that runs its cell here is removed from the top."""
-        known, self._cells = self._cells, []
+        known, found = self._cells, list[CellSource]()
         with paused():
             for number, typed in enumerate(self.shell.history_manager.input_hist_raw):
-                if known[number:] and known[number].typed is typed:
-                    self._cells.append(known[number])
+                if number < len(known) and known[number].typed is typed:
+                    found.append(known[number])
                 else:
                     python = self.shell.transform_cell(_RUNS_HERE.sub("", typed))
-                    self._cells.append(CellSource(f"Cell In[{number}]", typed, python))
-        return self._cells
+                    found.append(CellSource(f"Cell In[{number}]", typed, python))
+        self._cells = found  # only now: launches in the background ask from their own threads
+        return found
 
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]

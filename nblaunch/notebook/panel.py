@@ -336,7 +336,9 @@ class PanelView(View):
         if widget is None:
             return
         if record is not None:
-            widget.send(to_content(RecordText(html=as_html(record), text=as_text(record))))
+            content = to_content(RecordText(html=as_html(record), text=as_text(record)))
+            widget.send(content)
+            self._credit -= len(json.dumps(content))
         if snapshot is not None:
             self._send_message(widget, snapshot)
             return

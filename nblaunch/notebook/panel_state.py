@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from nblaunch.launch.output.metric_names import ChartPlan, family
+from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.downsampling import Point, downsampled
@@ -361,9 +362,9 @@ def _failure_entry(failure: Failure | None) -> FailureEntry | None:
     return FailureEntry(
         rank=failure.rank,
         headline=failure.headline,
-        details=failure.details[:_MAX_TEXT_LENGTH],
+        details=without_colours(failure.details)[:_MAX_TEXT_LENGTH],
         where=failure.where,
         source=failure.source[:_MAX_LINE_LENGTH],
-        traceback=failure.traceback[-_MAX_TEXT_LENGTH:],
+        traceback=without_colours(failure.traceback)[-_MAX_TEXT_LENGTH:],
         others=[other[:_MAX_LINE_LENGTH] for other in failure.others[:_MAX_OTHERS]],
     )

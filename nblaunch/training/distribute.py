@@ -169,7 +169,7 @@ def _launch(settings: AcceleratorSettings, call: _Call, options: Mapping[str, An
         raise
     _load_states(own, result[0].states)
     values = [returned.value for returned in result]
-    shown = result._repr_html_
+    shown = result._record_html  # not a method of `result`, which would keep the states
     return LaunchResult(result.name, values, result.metrics, result.logs, result.duration, result.payload, shown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from nblaunch import LaunchResult
 from nblaunch.errors import ArgumentError, NestedLaunchError, PayloadError, RankError
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data import ShardedLoader
+from nblaunch.training.distribute import _Returned
 from tests.conftest import LONG
 from tests.torchrun import torchrun
 
@@ -119,6 +121,8 @@ def test_arguments_closures_and_globals_are_trained_afterwards(options: dict[str
     assert len({*result, os.getpid()}) == 3
     assert inside.weight.item() == given.weight.item() == 3.0
     assert given.weight.dtype == torch.float64  # the notebook's own
+    gc.collect()
+    assert not any(type(each) is _Returned for each in gc.get_objects())  # it has a copy of each state
 
 
 def test_variables_that_a_function_names_are_trained(options: dict[str, Any]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import traceback
+from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
+from nblaunch.notebook import auto_cells
 from nblaunch.notebook.cells import CellSyntaxError, make_cell, names_used
+from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.messages import Cell
 
 
@@ -197,3 +201,30 @@ def test_a_syntax_error_is_one_with_its_line() -> None:
 def test_a_name_that_the_cell_binds_before_it_reads_it_is_its_own(source: str, used: list[str]) -> None:
     cell = Cell(source, "<cell>", "")
     assert names_used(cell, {"model": 1, "build": 2}) == used
+
+
+def test_two_threads_may_ask_for_the_notebooks_cells() -> None:
+    typed = [f"x = {number}" for number in range(3)]
+    asked: list[Any] = []
+
+    def transform(cell: str) -> str:
+        if not asked:
+            asked.append(None)
+            asked[:] = frontend.cells()  # as another thread would, in the middle
+        return cell
+
+    history = SimpleNamespace(input_hist_raw=typed)
+    frontend = NotebookFrontend(SimpleNamespace(history_manager=history, transform_cell=transform))
+    for cells in (frontend.cells(), asked, frontend.cells()):
+        assert [(cell.label, cell.typed) for cell in cells] == [(f"Cell In[{n}]", typed[n]) for n in range(3)]
+
+
+def test_reading_the_cells_in_a_thread_changes_no_cell_of_the_user() -> None:
+    cell: list[str] = ["%%local\n", "x\n"]
+    of_user: list[str] = []
+    with auto_cells.paused():
+        user = Thread(target=lambda: of_user.extend(auto_cells._to_session(cell)))
+        user.start()
+        user.join()
+        assert auto_cells._to_session(cell) == cell
+    assert of_user == ["\n", "x\n"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +218,10 @@ def test_the_countdown_shows_that_it_is_stopping(state: PanelState) -> None:
 
 def test_the_end_brings_the_root_cause_and_marks_its_rank(state: PanelState) -> None:
     state.set_ranks([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
-    state.end(Outcome("failed", 3.2109, "rank 1: ValueError: no", FAILURE))
+    coloured = replace(FAILURE, details="\x1b[31mno\x1b[0m", traceback="\x1b[1;31mtrace\x1b[0m")
+    state.end(Outcome("failed", 3.2109, "rank 1: ValueError: no", coloured))
     delta = changes_of(state)
+    assert (delta.failure.details, delta.failure.traceback) == ("no", "trace")
     assert delta.ranks == [(0, "ended"), (1, "failed")]
     assert delta.failure.where == "Cell In[3], line 4"
     assert delta.state.seconds == 3.211

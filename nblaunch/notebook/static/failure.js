@@ -1,8 +1,6 @@
 // The root cause of a failure, and the stacks of ranks.
 import { el, setText } from "./format.js";
 
-const COLOUR_CODES = /\x1b\[[0-9;:]*m/g; // a terminal's colours
-
 export class FailureView {
   /** @param {import("./state.js").PanelState} panel @param {(rank: number) => void} show shows a rank's log */
   constructor(panel, show) {
@@ -36,7 +34,7 @@ export class FailureView {
   #parts(failure) {
     const { rank, headline, details, where, source, traceback, others } = failure;
     const parts = [el("div", { class: "nbl-cause", role: "alert" }, headline)];
-    if (details) parts.push(el("pre", { class: "nbl-trace" }, String(details).replace(COLOUR_CODES, "")));
+    if (details) parts.push(el("pre", { class: "nbl-trace" }, details));
     if (where || source) {
       parts.push(
         el("div", { class: "nbl-at" }, where ? el("span", {}, where) : null, source ? el("code", {}, source) : null),
@@ -51,7 +49,7 @@ export class FailureView {
           el(
             "pre",
             { class: "nbl-trace", tabindex: 0, "data-lm-suppress-shortcuts": "true", "aria-label": "Traceback" },
-            String(traceback).replace(COLOUR_CODES, ""),
+            traceback,
           ),
         ),
       );

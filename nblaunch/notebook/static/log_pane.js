@@ -192,12 +192,12 @@ export class LogPane {
     return Math.max(0, this.tops[this.total] - this.height);
   }
 
-  /** Place all lines, and keep what is read in its place. */
-  #layOut() {
+  /** Place the lines, and keep what is read in its place. @param {number} first that may have moved */
+  #layOut(first = 0) {
     const { lines, open } = this.view;
     const columns = this.wrap && this.width ? Math.max(10, (this.width - LINE_PADDING) / CHARACTER_WIDTH) : Infinity;
-    this.tops = [0];
-    for (let i = 0, top = 0; i < this.total; i++) {
+    this.tops.length = first + 1;
+    for (let i = first, top = this.tops[first]; i < this.total; i++) {
       const line = i < lines.length ? lines[i] : open[i - lines.length];
       top += this.heights.get(line) ?? LINE_HEIGHT * Math.max(1, Math.ceil(line.text.length / columns));
       this.tops.push(top);
@@ -322,7 +322,7 @@ export class LogPane {
       this.heights.set(line, height);
       at++;
     }
-    if (moved) this.#layOut();
+    if (moved) this.#layOut(first);
     return moved;
   }
 

@@ -15,9 +15,6 @@ import { StuckView } from "./stuck.js";
  * @type {WeakMap<object, Map<string, PanelState>>} */
 const notebooks = new WeakMap();
 
-/** @type {WeakMap<PanelState, RecordKeeper>} */
-const keepers = new WeakMap();
-
 /** @param {any} model */
 function panelOf(model) {
   let panels = notebooks.get(model.widget_manager);
@@ -36,7 +33,6 @@ function initialize({ model, early = [] }) {
   const panel = panelOf(model);
   for (const [content, buffers] of early) panel.receive(content, buffers);
   const keeper = new RecordKeeper(panel, (host) => draw(panel, host));
-  keepers.set(panel, keeper);
   const update = () => keeper.update();
   panel.views.add(update);
   update();
@@ -52,7 +48,7 @@ function initialize({ model, early = [] }) {
  * @param {{model: any, el: HTMLElement}} context */
 function render({ model, el: host }) {
   const panel = panelOf(model);
-  return keepers.get(panel)?.takePlace() ? () => {} : draw(panel, host);
+  return panel.keeper?.takePlace() ? () => {} : draw(panel, host);
 }
 
 /** @param {PanelState} panel @param {HTMLElement} host */

@@ -73,10 +73,13 @@ export class RecordKeeper {
     /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places = new Map();
     this.observer = new MutationObserver(() => this.look());
     this.started = this.saved = this.asked = this.restores = false;
-    panel.keepRecord = (record) => {
-      if (!this.notebook.rewrite(() => record) && this.restores) this.#restore(record);
-      this.restores = false; // the user may clear it later
-    };
+    panel.keeper = this;
+  }
+
+  /** Write the record that the kernel has sent into the notebook. @param {RecordText} record */
+  keep(record) {
+    if (!this.notebook.rewrite(() => record) && this.restores) this.#restore(record);
+    this.restores = false; // the user may clear it later
   }
 
   /** Bring the notebook up to date with the launch. */

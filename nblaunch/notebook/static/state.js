@@ -87,7 +87,7 @@ export class PanelState {
     this.notice = "";
     this.broken = false;
     this.whole = false;
-    /** @type {(record: import("./page_messages.js").RecordText) => void} */ this.keepRecord = () => {};
+    /** @type {import("./record.js").RecordKeeper | null} */ this.keeper = null;
     /** @type {Set<() => void>} */ this.views = new Set();
     this.reading = freshReading();
     this.logs = new LogStore();
@@ -186,7 +186,7 @@ export class PanelState {
       case "older":
         return this.#older(message, bytes);
       case "record":
-        this.keepRecord(message);
+        this.keeper?.keep(message);
         return this.kernel.recordCame();
       case "snapshot":
         this.seq = message.seq;

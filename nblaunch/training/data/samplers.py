@@ -104,9 +104,8 @@ class RankSampler(Sampler[T], Generic[T]):
         With another number of ranks the rest is divided again, and none of it is lost or repeated.
         """
         self._seed = checked_seed(state["seed"])
-        self._loaded_for = state.get("num_replicas", self.num_replicas)
-        taken = state.get("samples", state["position"] * self._loaded_for)
-        self._progress.resume(state["epoch"], state["position"], taken)
+        self._loaded_for = state["num_replicas"]
+        self._progress.resume(state["epoch"], state["position"], state["samples"])
         self._unsettled = None
 
     def _place(self) -> World:
