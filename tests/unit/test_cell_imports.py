@@ -51,7 +51,7 @@ def test_what_cells_import_is_imported_in_their_order() -> None:
     assert imported_in(cells) == {"ownpkg.extra": True, "ownpatch": True, "pytest": False}
     forget()
     import_here(imported_in(cells[:0]) | {"ownpkg.extra": True, "ownpatch": True, "absent.part": False})
-    learner: Any = sys.modules["ownpkg"].Learner  # type: ignore[attr-defined]
+    learner: Any = sys.modules["ownpkg"].Learner
     assert (learner.extra, learner.patched) == (1, 2)
 
 
