@@ -12,7 +12,7 @@ from typing import Any
 from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.wire.messages import Failed
 
-_REGISTERS = re.compile("regist|patch|setattr", re.IGNORECASE)
+_REGISTERS = re.compile(r"regist|patch|setattr|\.(define|impl)\b", re.IGNORECASE)
 """In the name of a function or decorator that changes a module."""
 _WORD = re.compile(r"[^\W\d]\w*")
 _MAX_SEARCHED_CHARS = 2000
@@ -62,16 +62,24 @@ def _changes_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | None]]:
                     yield from ((word, owner) for word in _words(target.slice))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             for decorator in filter(_registers, node.decorator_list):
-                yield from ((word, None) for word in (node.name, *_words(decorator)))
+                yield node.name, None
+                yield from _registered(decorator)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if _registers(node.value.func):
-                yield from ((word, None) for each in node.value.args for word in _words(each))
+                yield from _registered(node.value)
         elif isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):
             yield from _changes_in(ast.iter_child_nodes(node))
 
 
 def _registers(node: ast.AST) -> bool:
     return bool(_REGISTERS.search(ast.unparse(node)))
+
+
+def _registered(call: ast.AST) -> Iterator[tuple[str, None]]:
+    """Yield what a call registers: names, and the first words of strings such as ``"ns::op(Tensor x) -> Tensor"``."""
+    for each in call.args if isinstance(call, ast.Call) else []:
+        if not isinstance(each, ast.Lambda):
+            yield from ((part, None) for word in _words(each) for part in (word, *word.split("(")[0].split("::")))
 
 
 def _words(node: ast.AST) -> Iterator[str]:

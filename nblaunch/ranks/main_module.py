@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import copyreg
+import importlib
 import io
 import sys
 import types
@@ -17,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch.transfer import definitions
+from nblaunch.transfer import definitions, reducers
 
 
 def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -50,6 +51,12 @@ def _patch_multiprocessing() -> None:
 
 def _by_value(self: ForkingPickler, obj: Any) -> Any:
     """Reduce as cloudpickle does, but within the running pickle, whose memo preserves object identity."""
+    kind = type(obj)
+    if isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
+        return importlib.import_module, (obj.__name__,)  # such as torch.ops
+    row = reducers.row_of(kind, for_child=True)
+    if row is not None and (rebuilt := row(obj, None)) is not None:
+        return rebuilt
     if isinstance(obj, (type, types.FunctionType)):
         if obj.__module__ != "__main__":
             nameless = obj.__module__ == "builtins" and not hasattr(builtins, obj.__qualname__)  # such as code's type
@@ -59,7 +66,8 @@ def _by_value(self: ForkingPickler, obj: Any) -> Any:
             reduced = definitions.reduce_by_value(obj, reduced)
         make, made_of, *content = reduced
         return _make, (make, made_of, obj.__qualname__), *content
-    kind = type(obj)
+    if kind is types.CodeType and (operators := reducers.operators_in(obj)):
+        return definitions.in_file, (obj.co_filename, *cloudpickle.Pickler.dispatch_table[kind](obj), operators)
     if kind in _COMPONENT_TYPES and kind not in self.dispatch_table:
         return cloudpickle.Pickler.dispatch_table[kind](obj)
     return NotImplemented

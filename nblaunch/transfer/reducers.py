@@ -49,9 +49,15 @@ class RefusedError(TypeError):
         self.thing, self.advice = thing, advice
 
 
-def row_of(kind: type) -> Row | None:
-    """Return the reducer of the objects of a class, if it has a row."""
-    rows = (_ROWS.get(f"{each.__module__}.{each.__qualname__}") for each in kind.__mro__)
+def row_of(kind: type, *, for_child: bool = False) -> Row | None:
+    """Return the reducer of the objects of a class, if it has a row.
+
+    Args:
+        kind: The class.
+        for_child: For a rank's own child, leave out the rows of what depends on the receiver's rank or is shared.
+    """
+    names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+    rows = (_ROWS.get(name) for name in names if not (for_child and name.startswith(_NOT_FOR_CHILDREN)))
     return next((row for row in rows if row is not None), None)
 
 
@@ -261,8 +267,12 @@ def operators_in(code: types.CodeType | str) -> tuple[Any, ...]:
             return f"ops.{namespace}.{own}" in code or name in code
         return {"ops", namespace, own}.issubset(code.co_names)
 
+    return _operators_of_cells(uses)
+
+
+def _operators_of_cells(is_wanted: Callable[[str], bool]) -> tuple[Any, ...]:
     operators = sorted(_own_operators().items())
-    return tuple(op for name, op in operators if uses(name) and definitions.is_sent_by_value(op._init_fn))
+    return tuple(op for name, op in operators if is_wanted(name) and definitions.is_sent_by_value(op._init_fn))
 
 
 def _reduce_operator(operator: Any, sink: BufferSink | None) -> Reduced:
@@ -327,6 +337,17 @@ def _packet(name: str, operator: Any) -> Any:
 
     namespace, _, own = name.partition("::")
     return getattr(getattr(torch.ops, namespace), own)
+
+
+def _reduce_namespace(namespace: Any, sink: BufferSink | None) -> Reduced:
+    return _namespace, (namespace.name, _operators_of_cells(lambda name: name.startswith(f"{namespace.name}::")))
+
+
+def _namespace(name: str, operators: object) -> Any:
+    """Return a namespace of ``torch.ops``, whose `operators` of cells have just been defined."""
+    import torch
+
+    return getattr(torch.ops, name)
 
 
 def _refuse_library(library: Any, sink: BufferSink | None) -> Reduced:
@@ -545,6 +566,7 @@ def _set_training_arguments(arguments: Any, state: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------ the table
+_NOT_FOR_CHILDREN = ("multiprocessing.", "_ctypes.", "accelerate.", "transformers.")
 _ROWS: dict[str, Row] = {
     "builtins.function": _reduce_function,
     "functools._lru_cache_wrapper": _reduce_cached,
@@ -562,6 +584,7 @@ _ROWS: dict[str, Row] = {
     "torch._library.custom_ops.CustomOpDef": _reduce_operator,
     "torch._ops.OpOverload": _reduce_overload,
     "torch._ops.OpOverloadPacket": _reduce_packet,
+    "torch._ops._OpNamespace": _reduce_namespace,
     "torch.library.Library": _refuse_library,
     "multiprocessing.synchronize.SemLock": _reduce_lock,
     "multiprocessing.connection.Connection": _reduce_by_multiprocessing,

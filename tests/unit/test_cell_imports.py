@@ -87,6 +87,11 @@ NAMES = {"registry": registry, "config": {}, "nn": ModuleType("nn"), "Path": Pat
         ("@register_model\ndef tiny(): ...", "RuntimeError: Unknown model (tiny)"),
         ("@registry.register('tiny-1', name='two')\nclass A: ...", "ValueError: no model A"),
         ("AutoModel.register(Config, Model)", "Unrecognized configuration class <class '__main__.Config'>"),
+        (
+            "torch.library.define('own::neg', '(Tensor x) -> Tensor')",
+            "no attribute 'neg'",
+        ),
+        ("lib.define('plus(Tensor x) -> Tensor')", "no attribute 'plus'"),
         ("@patch\ndef fit_twice(self: Learner): ...", "'Learner' object has no attribute 'fit_twice'"),
     ],
 )
@@ -101,6 +106,8 @@ def test_an_error_names_the_cell_that_changed_a_module(cell: str, error: str) ->
     [
         ("config['lr'] = 3\nlr = 4\nprint('lr')\nself.lr = 3", "KeyError: 'lr'"),
         ("def f():\n    registry.models['small'] = 3", "KeyError: 'small'"),
+        ("@torch.library.register_fake('own::neg')\ndef _(x): ...", "expected a torch.Tensor"),
+        ("register_node(P, lambda p: [p.x], lambda xs, c: P(xs))", "NameError: name 'c' is not defined"),
         ("registry.models[3] = 3; x: int; no syntax", "KeyError: 3"),
     ],
 )

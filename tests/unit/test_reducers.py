@@ -218,6 +218,7 @@ OPERATORS = (
 def test_operators_that_come_back_are_the_notebooks(notebook: Notebook) -> None:
     names = notebook.run(OPERATORS)
     came = sent([names["scale"], names["packet"], names["overload"], torch.ops.aten.add, torch.ops.aten.add.Tensor])
+    assert sent(torch.ops.reducers_test) is torch.ops.reducers_test
     assert came[0] is names["scale"]
     assert came[1:3] == [names["packet"], names["overload"]]
     assert came[3:] == [torch.ops.aten.add, torch.ops.aten.add.Tensor]
