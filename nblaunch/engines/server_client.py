@@ -103,7 +103,7 @@ class ForkServer:
         Raises:
             StartError: It died, or took too long and was killed; the message has its stderr.
         """
-        with self._using():
+        with self._then_close(), self._lock:
             if self._problem:
                 raise StartError(self._problem)
             if self.hello is not None:
@@ -145,7 +145,7 @@ class ForkServer:
     def _ask(self, message: NewReaper | Succeed) -> Channel:
         """Fork a process; return the channel to it."""
         here, there = channel_pair()
-        with there, self._using():
+        with there, self._then_close(), self._lock:
             try:
                 self.channel.send(message, [there.fileno()])
             except OSError as error:
@@ -161,7 +161,7 @@ class ForkServer:
         Raises:
             OSError: It was closed.
         """
-        with self._using():
+        with self._then_close(), self._lock:
             try:
                 return os.fdopen(os.dup(self._errors.fileno()), "rb")
             except ValueError as error:
@@ -200,11 +200,13 @@ class ForkServer:
         self._close()
 
     @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Hold the lock, which keeps the files open."""
+    def _then_close(self) -> Iterator[None]:
+        """Close the files at the end, if the server was retired meanwhile. Enter it before the lock, which keeps them.
+
+        The lock is entered by itself: an interrupt behind a generator's ``yield`` would leave it locked.
+        """
         try:
-            with self._lock:
-                yield
+            yield
         finally:
             if self._is_retired:
                 self._close()

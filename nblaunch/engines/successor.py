@@ -75,7 +75,7 @@ class Successor(ForkServer):
             StartError: It could not be created at all.
         """
         try:
-            with self._using():
+            with self._then_close(), self._lock:
                 hello = self._wait_for_imports()
         except BaseException:
             self.stop()

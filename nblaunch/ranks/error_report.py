@@ -8,7 +8,6 @@ import re
 import sys
 import time
 import traceback
-from types import TracebackType
 from typing import Any, Literal
 
 from nblaunch.errors import PayloadError, text_of
@@ -53,17 +52,17 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
     )
 
 
-def say_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Be the rank's ``sys.excepthook``: the notebook raises the exception, and the log need not show it again."""
-
-
 def call_hook(error: BaseException) -> None:
-    """Tell exit functions that the function raised, as an interpreter does: by the hook and ``sys.last_value``."""
+    """Tell exit functions that the function raised, as an interpreter does: by the hook and ``sys.last_value``.
+
+    Python's own hook is not called: it would print the traceback, which the notebook shows.
+    """
     trace = users_part(error.__traceback__)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.last_exc = error  # type: ignore[attr-defined]  # since Python 3.12
     try:
-        sys.excepthook(type(error), error, trace)
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, trace)
     except BaseException:  # noqa: BLE001  # a library's or the user's hook: the interpreter, too, only prints it
         traceback.print_exc()
 

@@ -151,7 +151,6 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
     named_resources.record_created(spec.scratch)
-    sys.excepthook = error_report.say_nothing
     collective_log.open(spec.scratch, spec.rank, spec.world_size)
     spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
     home = Namespace(spec.rank) if spec.is_kept else None

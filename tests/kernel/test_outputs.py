@@ -101,7 +101,7 @@ def test_a_reload_brings_the_outputs_again(page: Page) -> None:
     assert len(before[0]["body"]) > 40_000
 
     page.messages.clear()
-    page.send(kind="resync", seq=0, has_lines=False)
+    page.send(kind="resync", request=1, logs=[])
 
     page.take_until(lambda: page.of("snapshot") and len(contents(page, 0)) == 1)
     assert contents(page, 0) == before

@@ -798,12 +798,12 @@ def test_questions_cost_no_process_group(kernel: Kernel) -> None:
 
 
 def test_a_restart_may_keep_what_can_be_sent(kernel: Kernel) -> None:
-    kernel.run("%%distributed\nheld = [rank, torch.ones(2) * rank]\nlock = __import__('threading').Lock()").check()
+    kernel.run("%%distributed\nheld = [rank, torch.ones(2) * rank]\nbolt = __import__('threading').Lock()").check()
     pids = on_ranks(kernel, "os.getpid()")
     for _ in range(2):
-        kernel.run("%%distributed\nlock = __import__('threading').Lock()").check()
-        assert "rank 1: `lock`, a thread lock, which cannot" in kernel.run("%distributed session restart --keep").text
-    assert on_ranks(kernel, "held[0], held[1].sum().item(), 'lock' in globals()") == [(0, 0.0, False), (1, 2.0, False)]
+        kernel.run("%%distributed\nbolt = __import__('threading').Lock()").check()
+        assert "rank 1: `bolt`, a thread lock, which cannot" in kernel.run("%distributed session restart --keep").text
+    assert on_ranks(kernel, "held[0], held[1].sum().item(), 'bolt' in globals()") == [(0, 0.0, False), (1, 2.0, False)]
     assert not set(pids) & set(on_ranks(kernel, "os.getpid()"))
     kernel.run("%distributed session restart").check()
     assert on_ranks(kernel, "'held' in globals()") == [False, False]

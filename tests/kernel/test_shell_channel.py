@@ -85,7 +85,7 @@ def test_a_new_page_gets_the_panel_and_can_stop_the_launch(page: Page, newcomer:
     comms = client.comm_info("jupyter.widget", reply=True, timeout=ANSWER_LIMIT)["content"]["comms"]
     assert comms[page.panel] == {"target_name": "jupyter.widget"}
     assert _states(newcomer.kernel)[page.panel]["state"]["info"] == page.state["info"]
-    newcomer.send(kind="resync", seq=0, has_lines=False)
+    newcomer.send(kind="resync", request=1, logs=[])
     newcomer.take_until(lambda: newcomer.of("snapshot") and newcomer.log(0) and newcomer.log(1), ANSWER_LIMIT)
     assert request not in newcomer.idle
     _stop(page, newcomer)
@@ -153,7 +153,7 @@ def test_a_new_page_does_not_flush_the_cells_unfinished_figures(page: Page, newc
     page.kernel.run(f"show = lambda: order.append('shown'); {events}.register('post_execute', show)").check()
     request = _start(page, newcomer, "order.clear(); " + BLOCKS)
     _states(newcomer.kernel)
-    newcomer.send(kind="resync", seq=0, has_lines=False)
+    newcomer.send(kind="resync", request=1, logs=[])
     newcomer.take_until(lambda: newcomer.of("snapshot"), ANSWER_LIMIT)
     _stop(page, newcomer)
     page.kernel.finish_cell(request)

@@ -70,11 +70,9 @@ def test_other_start_methods_wait_for_the_same(held: str, launch: Launcher, tmp_
 def tell_exit_functions(folder: str, rank: int) -> None:
     """Do what wandb does: note in a hook that the function raised, and write that to a file at exit."""
     seen = []
-    former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         seen.append(f"{kind.__name__}: {error}, line {trace.tb_lineno - begin}")
-        former(kind, error, trace)
 
     sys.excepthook = hook
     atexit.register(lambda: Path(folder, str(rank)).write_text(f"{seen} {getattr(sys, 'last_value', None)}"))
