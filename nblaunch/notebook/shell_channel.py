@@ -112,7 +112,10 @@ class ShellChannel:
             idents, parts = session.feed_identities(frames, copy=False)
             # Not `deserialize`: it stores each signature, and the kernel would reject the message as a replay.
             header, content = (session.unpack(parts[number].bytes) for number in (1, 4))
-            handler = None if header.get("subshell_id") else self._handler(header["msg_type"], content)
+            if header.get("subshell_id"):  # the kernel answers it at once, and then says "idle"
+                self._busy_until = time.monotonic() + timeouts.BUSY_STATUS_DURATION_S
+                return False
+            handler = self._handler(header["msg_type"], content)
             if handler is None:
                 return False
             message = session.deserialize(parts, content=True, copy=False)

@@ -134,6 +134,28 @@ def test_an_interrupt_loses_no_message_that_is_being_read(ends: tuple[Kernel, Pa
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_message_to_a_subshell_is_followed_by_busy(
+    ends: tuple[Kernel, Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says "idle" after it, and pages would show that until the cell ends."""
+    kernel, page = ends
+    said: list[str] = []
+    now = [100.0]
+    monkeypatch.setattr("nblaunch.notebook.shell_channel.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(ShellChannel, "_publish", lambda self, state, parent: said.append(state))
+    channel = ShellChannel(kernel)
+    with channel.answered(threading.Event()):
+        now[0] += 60  # long after the panel came
+        channel.serve()
+        assert said == []
+        message = page.session.msg("comm_msg", {})
+        message["header"]["subshell_id"] = "one"
+        page.session.send(page.socket, message)
+        channel.serve()
+        assert said == ["busy"]
+    assert kernel.queued == ["comm_msg"]
+
+
 @pytest.mark.parametrize("kernel", [None, SimpleNamespace(shell_stream=object())], ids=["no kernel", "other streams"])
 def test_a_wait_works_without_a_readable_channel(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "nblaunch")
