@@ -318,8 +318,9 @@ def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> N
     if others:
         lines += ["", "Then, on other ranks:", *others[:8]]
     where, source = _users_line(text)
-    place = f", {where}" if where else ""
-    short = [str(first), f"On rank {rank} of {account.name}{place}:", *([f"    {source}"] if source else []), *notes]
+    at = where if where.startswith(account.name) else ", ".join(filter(None, (account.name, where)))
+    line = [f"On rank {rank} of {at}:", f"    {source}"] if source else [f"On rank {rank} of {at}."]
+    short = [str(first), *line, *notes]
     last = f"Logs: {account.files.directory}"
 
     def rendered() -> list[str]:

@@ -39,9 +39,9 @@ def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None =
     if not callable(function):
         raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise ArgumentError(f"args={args!r:.80}: must be a tuple; for one argument write args=(value,)")
+        raise ArgumentError(f"args={_begin_of(args)}: must be a tuple; for one argument write args=(value,)")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
-        raise ArgumentError(f"kwargs={kwargs!r:.80}: must be a dict with string keys")
+        raise ArgumentError(f"kwargs={_begin_of(kwargs)}: must be a dict with string keys")
     args, kwargs = tuple(args), dict(kwargs or {})
     try:
         by_name = parameters.check(function, args, kwargs, world_size)
@@ -52,6 +52,11 @@ def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None =
     needed = _unseen([(name_of(function), function), *by_name.items()], namespace)
     anchor = _anchor(namespace, sorted(needed))
     return Payload(function, args, kwargs, anchor, settings(), watched, imports=imports_of_cells())
+
+
+def _begin_of(value: Any) -> str:
+    """Return the first line of a value: a module's has many."""
+    return next(iter(repr(value).splitlines()), "")[:80]
 
 
 def for_cell(cell: Cell, names: Sequence[str]) -> Payload:

@@ -214,7 +214,7 @@ class PanelState:
             self.stuck = entry
             self._mark("stuck")
         if not stuck.is_repeated:
-            for line in stuck.lines:  # the panel does not wrap its log
+            for line in stuck.lines:  # the banner goes with the wait, and these stay
                 self.add_note(now, line)
 
     def set_countdown(self, text: str) -> None:

@@ -147,7 +147,10 @@ class Namespace:
             Exception: The expression raised it.
         """
         if question.kind == "value":
-            return eval(question.text, self.names)
+            try:
+                return eval(question.text, self.names)
+            except NameError as error:
+                raise NameError(f"{error}. `%distributed who` lists the names that the ranks have") from None
         if question.kind == "repr":
             return repr(eval(question.text, self.names))[:_MAX_REPR_CHARS]
         if question.kind == "complete":

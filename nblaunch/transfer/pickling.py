@@ -357,7 +357,7 @@ def _escaped(key: object) -> str:
 
 def _brief(error: Exception) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0][:400]}" if text else type(error).__name__
 
 
 def loads(data: bytes | memoryview) -> Any:

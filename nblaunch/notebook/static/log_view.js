@@ -140,7 +140,9 @@ export class LogView {
   }
 
   #showNotes() {
-    const { notes } = this.panel;
+    const { state, stuck } = this.panel;
+    const inBanner = state.name === "running" ? stuck.lines : [];
+    const notes = this.panel.notes.filter(([, text]) => !inBanner.includes(text));
     const said = notes.map(([time, text]) => `${time} ${text}`).join("\n");
     if (said === this.said) return;
     this.said = said;

@@ -544,11 +544,12 @@ test("why ranks wait is shown with what to do, until they go on or are stopped",
   const banner = host.one("nbl-stuck");
   assert.ok(banner.hidden);
   const stuck = { lines: ["rank 0 waits", "rank 1 runs"], ranks: [1] };
-  delta({ stuck });
+  delta({ stuck, notes: stuck.lines.map((line) => [2, line]) });
   assert.deepEqual(
     banner.all("nbl-stuck-line").map((node) => node.textContent),
     stuck.lines,
   );
+  assert.ok(host.one("nbl-notes").hidden);
   model.sentMessages.length = 0;
   button(host, "Debug rank 1").fire("click");
   button(host, "Free the ranks, keep variables").fire("click");
@@ -560,6 +561,7 @@ test("why ranks wait is shown with what to do, until they go on or are stopped",
   assert.ok(!banner.hidden);
   delta({ state: { name: "stopping" } });
   assert.ok(banner.hidden);
+  assert.equal(host.all("nbl-note").length, 2);
 });
 
 test("a notebook that is opened again has a panel of its own", (t) => {
