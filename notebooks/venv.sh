@@ -46,7 +46,7 @@ pip_install() (  # in a subshell, which has traps of its own
     log=$(mktemp)
     "${command[@]}" --progress-bar off > "$log" 2>&1 &
     pid=$!
-    trap 'kill $pid 2> /dev/null; rm -f "$log"' EXIT
+    trap 'kill $pid 2> /dev/null || true; rm -f "$log"' EXIT  # `set -e` holds in it
     trap 'exit 130' INT
     trap 'exit 143' TERM
     local begin=$SECONDS next=$((SECONDS + SAY_EVERY_S))

@@ -19,7 +19,10 @@ def _installs(folder: Path, ending: str) -> subprocess.Popen[str]:
         f'#!/bin/bash\necho "Collecting torch"; until [ -e "{folder}/go_on" ]; do sleep 0.05; done; {ending}'
     )
     pip.chmod(0o700)
-    script = f'source "{NOTEBOOKS / "venv.sh"}"; SAY_EVERY_S=0; python={pip}; pip_install torch; echo "status $?" >&2'
+    script = (
+        f'set -euo pipefail; source "{NOTEBOOKS / "venv.sh"}"; SAY_EVERY_S=0; python={pip}; status=0; '
+        'pip_install torch || status=$?; echo "status $status" >&2'
+    )
     return subprocess.Popen(["bash", "-c", script], stderr=subprocess.PIPE, text=True)
 
 
