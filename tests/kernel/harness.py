@@ -145,7 +145,8 @@ class Kernel:
         """The value of an expression in the kernel, by its repr."""
         import ast
 
-        return ast.literal_eval(self.run(f"print(repr(({expression})))").check().stdout)
+        said = self.run(f"print(repr(({expression})))").check().stdout
+        return ast.literal_eval(said.splitlines()[-1])  # a launch that is slow to start says so in the lines before
 
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()
