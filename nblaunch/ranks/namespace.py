@@ -147,10 +147,7 @@ class Namespace:
             Exception: The expression raised it.
         """
         if question.kind == "value":
-            try:
-                return eval(question.text, self.names)
-            except NameError as error:
-                raise NameError(f"{error}. `%distributed who` lists the names that the ranks have") from None
+            return eval(question.text, self.names)
         if question.kind == "repr":
             return repr(eval(question.text, self.names))[:_MAX_REPR_CHARS]
         if question.kind == "complete":
