@@ -23,6 +23,8 @@ _MAX_TEXT_CHARS = 100_000
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 """In torch's message; a rank may use several GPUs."""
 _log = logging.getLogger(__name__)
+usual_hook: Any = sys.excepthook
+"""The hook before the task ran, such as IPython's."""
 
 
 def describe(rank: int, task: int, error: BaseException, *, was_interrupted: bool = True) -> Failed:
@@ -61,7 +63,7 @@ def call_hook(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.last_exc = error  # type: ignore[attr-defined]  # since Python 3.12
     try:
-        if sys.excepthook is not sys.__excepthook__:
+        if sys.excepthook not in (sys.__excepthook__, usual_hook):
             sys.excepthook(type(error), error, trace)
     except BaseException:  # noqa: BLE001  # a library's or the user's hook: the interpreter, too, only prints it
         traceback.print_exc()

@@ -273,6 +273,7 @@ def _work(
         if home is None or home.takes_settings(payload.settings):
             environment.apply_settings(payload.settings)
         link.send(Running(spec.rank, task.task, taken))
+        error_report.usual_hook = sys.excepthook
         cell_imports.import_here(payload.imports)
         return task_body.call(payload, home)
     finally:
