@@ -51,8 +51,10 @@ _RESERVE_BYTES = 256 << 20
 _PAGE = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_with_gil = ctypes.PyDLL(None, use_errno=True)
+for _library in (_libc, _with_gil):
+    _library.mmap.restype = ctypes.c_void_p
+    _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -383,11 +385,11 @@ def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
 
 
 def map_over(address: int, size: int, fd: int) -> None:
-    """Map a file, shared, over pages of this process."""
-    _map(address, size, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    """Map a file, shared, over pages of this process. The interpreter's lock is held meanwhile."""
+    _map(address, size, mmap.MAP_SHARED | _MAP_FIXED, fd, 0, _with_gil)
 
 
-def _map(address: int, size: int, flags: int, fd: int, offset: int) -> None:
-    if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == _MAP_FAILED:
+def _map(address: int, size: int, flags: int, fd: int, offset: int, libc: ctypes.CDLL = _libc) -> None:
+    if libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

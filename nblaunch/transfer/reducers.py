@@ -414,11 +414,15 @@ def _may_share() -> bool:
     return rank_variables.RANK not in os.environ
 
 
-def _check_shareable(obj: Any, sink: BufferSink | None) -> None:
+def _check_here(obj: Any, sink: BufferSink | None) -> None:
     if sink is not None and not sink.is_here:
         raise RefusedError(
             obj, "which ranks on other machines cannot share", "return values, or report(...) them while the ranks run"
         )
+
+
+def _check_shareable(obj: Any, sink: BufferSink | None) -> None:
+    _check_here(obj, sink)
     if not isinstance(context.get_spawning_popen(), _Child):
         raise RefusedError(
             obj, "which only the notebook can share with its ranks", "create it in the notebook, and return its content"
@@ -430,6 +434,12 @@ def _reduce_by_multiprocessing(obj: Any, sink: BufferSink | None) -> Reduced:
     _check_shareable(obj, sink)
     reduced: Reduced = reduction.ForkingPickler._extra_reducers[type(obj)](obj)  # type: ignore[attr-defined]
     return reduced
+
+
+def _reduce_proxy(proxy: Any, sink: BufferSink | None) -> None:
+    """Refuse a manager's proxy where it cannot connect; elsewhere its own pickling is right."""
+    if isinstance(proxy._token.address, str):  # of a socket on this machine
+        _check_here(proxy, sink)
 
 
 def _reduce_ctypes(obj: Any, sink: BufferSink | None) -> Reduced | None:
@@ -474,6 +484,9 @@ def _reduce_lock(lock: Any, sink: BufferSink | None) -> Reduced:
         advice = "create it with multiprocessing.get_context('spawn'), or use multiprocessing.Manager()"
         raise RefusedError(lock, "which only forked processes can share here", advice)
     if lock not in _pages:
+        if int.from_bytes(ctypes.string_at(semaphore.handle + 4, 4), sys.byteorder):  # `sem_t` counts who waits
+            advice = "launch once it does not, or create it with multiprocessing.get_context('spawn')"
+            raise RefusedError(lock, "which a thread or process waits for", advice)
         _pages[lock] = _moved_to_file(semaphore.handle)
     page = _Descriptor(_pages[lock].fd, sink)
     return _lock, (type(lock), semaphore.kind, semaphore.maxvalue, None, page)
@@ -483,10 +496,13 @@ def _moved_to_file(address: int) -> _Page:
     """Put an unnamed semaphore into a memory file, in place, so that ranks can map it.
 
     `sem_open` maps a page for each semaphore, and the name in that page's file is gone, with the start method fork.
-    Children that the notebook forked before no longer share it.
+    Nobody may wait for it. Children that the notebook forked before no longer share it.
     """
     page = _Page(sealed_files.create()[0])
-    os.write(page.fd, ctypes.string_at(address, mmap.PAGESIZE))
+    os.truncate(page.fd, mmap.PAGESIZE)
+    file = mmap.mmap(page.fd, mmap.PAGESIZE)
+    # neither call releases the interpreter's lock: no other thread acquires or releases the semaphore between them
+    ctypes.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(file)), address, mmap.PAGESIZE)
     segments.map_over(address, mmap.PAGESIZE, page.fd)
     return page
 
@@ -518,6 +534,9 @@ def _partial_state(kind: Any, cpu: bool) -> Any:
 
 def _reduce_accelerator_state(state: Any, sink: BufferSink | None) -> Reduced:
     content = vars(state)
+    if any(os.environ.get(f"ACCELERATE_USE_{engine}") == "true" for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM")):
+        advice = "create it inside the function"
+        raise RefusedError(state, "of an Accelerator with a plugin for several processes", advice)
     about = content.get("_mixed_precision"), content.get("_cpu", False), content.get("dynamo_plugin")
     return _accelerator_state, (type(state), *about)
 
@@ -589,6 +608,7 @@ _ROWS: dict[str, Row] = {
     "multiprocessing.synchronize.SemLock": _reduce_lock,
     "multiprocessing.connection.Connection": _reduce_by_multiprocessing,
     "multiprocessing.heap.Arena": _reduce_arena,
+    "multiprocessing.managers.BaseProxy": _reduce_proxy,
     "_ctypes._SimpleCData": _reduce_ctypes,
     "_ctypes.Array": _reduce_ctypes,
     "_ctypes.Structure": _reduce_ctypes,

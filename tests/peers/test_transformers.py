@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from nblaunch.errors import PayloadError
 from tests.peers import documents
 from tests.peers.conftest import GOOD, STEPS
 from tests.processes.conftest import Launcher
@@ -30,6 +31,20 @@ def trained_by_transformers() -> dict[str, Any]:
 
 
 # transformers pins memory unless `use_cpu` is set, and torch warns that there is no GPU
+def test_an_accelerator_with_a_plugin_belongs_into_the_function(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import accelerate
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # an Accelerator with the plugin sets it
+    accelerator = accelerate.Accelerator(cpu=True)
+    try:
+        with pytest.raises(PayloadError, match="create it inside the function"):
+            launch(lambda: accelerator.num_processes)
+    finally:
+        accelerator.state._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 def test_train_trainer_ddp(launch: Launcher, readers_folder: Path) -> None:
     result = launch(trained_by_transformers)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import gc
 import multiprocessing
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +250,29 @@ def test_other_machines_do_not_share_a_queue(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="other machines"):
         pack(lambda found: queue, UncachedStore(tmp_path), is_here=False)
     queue.close()
+
+
+def test_other_machines_cannot_reach_a_manager_of_this_one(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        values = manager.dict()
+        assert pack(lambda found: values, UncachedStore(tmp_path)).fds
+        with pytest.raises(TypeError, match="other machines"):
+            pack(lambda found: values, UncachedStore(tmp_path), is_here=False)
+
+
+def test_a_lock_that_a_thread_waits_for_is_refused(tmp_path: Path) -> None:
+    lock = multiprocessing.get_context("fork").Lock()
+    waits = threading.Thread(target=lock.acquire)
+    with lock:
+        waits.start()
+        while not any(ctypes.string_at(lock._semlock.handle + 4, 4)):  # type: ignore[attr-defined]  # who waits
+            time.sleep(0.01)
+        with pytest.raises(TypeError, match="waits for"):
+            pack(lambda found: lock, UncachedStore(tmp_path))
+    waits.join(30)
+    assert not waits.is_alive()
+    lock.release()
+    assert pack(lambda found: lock, UncachedStore(tmp_path)).fds
 
 
 def test_a_result_holds_no_end_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
