@@ -20,7 +20,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError, Placed, Region
-from nblaunch.transfer import cell_imports, definitions, notebook_shell, parameters, pickling, reducers, text_names
+from nblaunch.transfer import cell_effects, definitions, notebook_shell, parameters, pickling, reducers, text_names
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
@@ -51,7 +51,7 @@ def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None =
     namespace = _namespace()
     needed = _unseen([(name_of(function), function), *by_name.items()], namespace)
     anchor = _anchor(namespace, sorted(needed))
-    return Payload(function, args, kwargs, anchor, settings(), watched, imports=imports_of_cells())
+    return Payload(function, args, kwargs, anchor, settings(), watched, **effects_of_cells())
 
 
 def _begin_of(value: Any) -> str:
@@ -65,12 +65,15 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _unseen([(name, namespace[name]) for name in names], namespace)
     anchor = _anchor(namespace, sorted(needed.union(names)))
-    return Payload(cell, (), {}, anchor, settings(), watched, reducers.operators_in(cell.source), imports_of_cells())
+    operators = reducers.operators_in(cell.source)
+    return Payload(cell, (), {}, anchor, settings(), watched, operators, **effects_of_cells())
 
 
-def imports_of_cells() -> dict[str, bool]:
-    """Return the modules that the notebook's cells have imported and that ranks are to import, too."""
-    return cell_imports.imported_in(cell.python for cell in host().cells())
+def effects_of_cells() -> dict[str, Any]:
+    """Return what the notebook's cells have done to modules and ranks are to repeat: fields of a payload."""
+    cells = [cell.python for cell in host().cells()]
+    attributes = cell_effects.attributes_set_in(cells, _namespace())
+    return {"imports": cell_effects.imported_in(cells), "attributes": attributes}
 
 
 @dataclass(frozen=True, slots=True)

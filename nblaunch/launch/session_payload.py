@@ -45,7 +45,7 @@ def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Tick
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
     operators = reducers.operators_in(cell.source)
-    payload = Payload(cell, (), {}, None, _settings(ranks), {}, operators, payloads.imports_of_cells())
+    payload = Payload(cell, (), {}, None, _settings(ranks), {}, operators, **payloads.effects_of_cells())
     return _pack(payload, used, operators, ranks, ticket)
 
 
@@ -71,7 +71,7 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket
         raise ArgumentError(
             f"{parameters.summary(args, kwargs)} do not fit {payloads.name_of(function)}: {error}"
         ) from None
-    payload = Payload(function, args, kwargs, None, _settings(ranks), {}, imports=payloads.imports_of_cells())
+    payload = Payload(function, args, kwargs, None, _settings(ranks), {}, **payloads.effects_of_cells())
     return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)
 
 
@@ -102,7 +102,8 @@ def _pack(
     bound = {each.name for names in ranks.bound for each in names}
     gathered: Gathered | None = None
     try:
-        gathered = ranks.sent.gather(used, code, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
+        sent = [*code, *payload.attributes.values()]
+        gathered = ranks.sent.gather(used, sent, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
         names = gathered.names
 
         def note(files: set[str]) -> dict[str, Source]:
@@ -117,7 +118,7 @@ def _pack(
                 main=pickling.late(lambda: found.main),
             )
 
-        parts = {name: sent.value for name, sent in names.items()}
+        parts = {name: each.value for name, each in names.items()}
         parts |= {
             name if name not in parts else f"{name} of {payloads.name_of(payload.function)}": value
             for name, value in arguments.items()

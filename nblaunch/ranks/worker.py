@@ -44,7 +44,7 @@ from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.namespace import Namespace, without_unbuilt
 from nblaunch.ranks.report import Context, Interrupted, enter
-from nblaunch.transfer import cell_imports, definitions
+from nblaunch.transfer import cell_effects, definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire import rank_variables
@@ -274,7 +274,8 @@ def _work(
             environment.apply_settings(payload.settings)
         link.send(Running(spec.rank, task.task, taken))
         error_report.usual_hook = sys.excepthook
-        cell_imports.import_here(payload.imports)
+        cell_effects.import_here(payload.imports)
+        cell_effects.set_here(payload.attributes)
         return task_body.call(payload, home)
     finally:
         link.armed = False

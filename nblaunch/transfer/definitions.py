@@ -48,9 +48,9 @@ class LostReferenceError(LookupError):
 
 
 def look_up(module: str | None, name: str) -> Any:
-    """Return the object that a qualified name refers to in this process, or None."""
+    """Return the object that a qualified name refers to in this process, or None. Empty: the module."""
     found: Any = sys.modules.get(module or "")
-    for part in name.split("."):
+    for part in filter(None, name.split(".")):
         found = getattr(found, part, None)
     return found
 

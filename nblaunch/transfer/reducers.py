@@ -496,7 +496,7 @@ def _moved_to_file(address: int) -> _Page:
     """Put an unnamed semaphore into a memory file, in place, so that ranks can map it.
 
     `sem_open` maps a page for each semaphore, and the name in that page's file is gone, with the start method fork.
-    Nobody may wait for it. Children that the notebook forked before no longer share it.
+    No thread may wait for it. Children that the notebook forked before no longer share it.
     """
     page = _Page(sealed_files.create()[0])
     os.truncate(page.fd, mmap.PAGESIZE)

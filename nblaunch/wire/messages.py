@@ -379,7 +379,9 @@ class Payload:
     operators: tuple[Any, ...] = ()
     """torch's custom operators that a cell refers to by name: they exist once they are unpickled."""
     imports: Mapping[str, bool] = field(default_factory=dict)
-    """Modules that cells have imported, for their effect: see `nblaunch.transfer.cell_imports`."""
+    """Modules that cells have imported, for their effect: see `nblaunch.transfer.cell_effects`."""
+    attributes: Mapping[tuple[str, str, str], Any] = field(default_factory=dict)
+    """Attributes of modules that cells have set."""
     sources: Mapping[str, Source] = field(default_factory=dict)
     main: Mapping[str, Any] = field(default_factory=dict)
     """Classes and functions that only the notebook's ``__main__`` defines. Pickled last, like `sources`."""

@@ -138,7 +138,7 @@ def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     assert kernel.ask("counts.value, sorted(messages.get(timeout=10) for _ in range(4))") == (4, [0, 0, 1, 1])
 
 
-def test_imports_for_their_effect_happen_in_ranks(kernel: Kernel, tmp_path: Path) -> None:
+def test_what_cells_do_to_modules_happens_in_ranks(kernel: Kernel, tmp_path: Path) -> None:
     (tmp_path / "effect_base").mkdir()
     (tmp_path / "effect_base/__init__.py").write_text("class Learner: ...")
     (tmp_path / "effect_base/extra.py").write_text("import effect_base as b\nb.Learner.extra = lambda self: 'patched'")
@@ -149,8 +149,12 @@ def test_imports_for_their_effect_happen_in_ranks(kernel: Kernel, tmp_path: Path
     ).check()
     assert on_ranks(kernel, "Learner().extra()") == ["patched"] * 2
     assert kernel.ask("list(launched(use))") == kernel.ask("list(s.run(use, view='none'))") == ["patched"] * 2
-    kernel.run("Learner.added = lambda self: 3\ndef use_added(): return Learner().added()").check()
-    assert "adds `added` to a module or class of the notebook" in kernel.run("launched(use_added)").traceback
+    kernel.run(
+        "plus = 1\nLearner.added = lambda self: 2 + plus\nsetattr(Learner, 'late', 3)\n"
+        "def use_added(): return Learner().added()\ndef use_late(): return Learner().late"
+    ).check()
+    assert kernel.ask("list(launched(use_added))") == kernel.ask("list(s.run(use_added, view='none'))") == [3, 3]
+    assert "adds `late` to a module or class of the notebook" in kernel.run("launched(use_late)").traceback
 
 
 def test_names_in_strings_are_sent_and_missing_ones_are_named(kernel: Kernel) -> None:
