@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
@@ -24,11 +24,21 @@ OPTIONS = {
     "metric_patterns",
 }
 """What `session` accepts besides its own parameters."""
+
+
+class Ended(NamedTuple):
+    """What cells are told of a session that has ended. The session itself holds descriptors."""
+
+    name: str
+    start_again: str
+    was_idle: bool
+
+
 _sessions: dict[str, Session] = {}
 """By name."""
 _active: str = ""
 """The session that was started or used last."""
-_ended: Session | None = None
+_ended: Ended | None = None
 """The session that cells ran in before it ended, until they run in another."""
 _is_unreported = False
 """No cell has asked for `_ended` yet."""
@@ -122,7 +132,8 @@ def _register(session: Session, is_live: bool) -> None:
         return
     del _sessions[session.name]
     if _active == session.name:
-        _active, _ended, _is_unreported = next(reversed(_sessions), ""), session, True
+        _active, _is_unreported = next(reversed(_sessions), ""), True
+        _ended = Ended(session.name, session.start_again, session.was_idle)
 
 
 def find(name: str | None = None) -> Session | None:
@@ -130,7 +141,7 @@ def find(name: str | None = None) -> Session | None:
     return _sessions.get(_active if name is None else name)
 
 
-def take_ended() -> Session | None:
+def take_ended() -> Ended | None:
     """Return the session that cells ran in before it ended; once, then None."""
     global _is_unreported
     ended, _is_unreported = _ended if _is_unreported else None, False

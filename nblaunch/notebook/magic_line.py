@@ -62,6 +62,7 @@ def arguments_of(parser: ArgumentParser, words: Sequence[str], is_cell: bool) ->
         options = re.findall(r"--[\w-]+", parser.format_usage())
         typed = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(typed, options, n=1) if typed.startswith("--") else []
+        near = ["-n"] if typed.replace("_", "-") == "--nproc-per-node" else near  # torchrun's
         meant = f": did you mean {near[0]}?" if near else ""
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     return vars(parsed)

@@ -161,6 +161,7 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("--nodes 2", "--nodes 2: --engine 'auto' is this machine alone; name an engine that has more nodes"),
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
         ("-n 2 --metrics 'x'", "unrecognized arguments: --metrics=x: did you mean --metric?"),
+        ("--nproc_per_node 2", "unrecognized arguments: --nproc_per_node: did you mean -n?"),
         ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
     ],
 )

@@ -275,7 +275,7 @@ def _sockets_of_this_run() -> set[str]:
 def _sockets(pids: list[int]) -> Iterator[str]:
     for pid in pids:
         try:
-            links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+            links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
         except OSError:
             continue  # it has ended
         yield from (link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
