@@ -159,6 +159,7 @@ class Servers:
                 server = self._server(where)
             if server.is_importing():
                 why = "first launch" if server is self._warm else "first launch with this env="
+                why = "its environment has changed" if server is self._warm and self._last is not None else why
                 show(f"importing torch ({why}) …")
             problem = self.problem_of(server)
             if problem is not None:

@@ -158,6 +158,9 @@ def notebook_launcher(
     """
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     refuse_nested()
+    for name, value in (("block", block), ("checks", checks)):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r:.80}: must be True or False")
     _warn_of_ignored(
         use_port=use_port,
         master_addr=master_addr,

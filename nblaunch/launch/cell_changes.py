@@ -29,7 +29,8 @@ def explain(failed: Failed, cells: Iterable[CellSource], namespace: Mapping[str,
     words = set(_WORD.findall(failed.text[:_MAX_SEARCHED_CHARS]))
     for cell in reversed([*cells]):
         for word, owner in _changes_of(cell.python):
-            if word in words and (owner is None or _is_of_module(namespace.get(owner))):
+            is_module = isinstance(namespace.get(word), ModuleType)
+            if word in words and not is_module and (owner is None or _is_of_module(namespace.get(owner))):
                 return (
                     f"{cell.label} adds `{word}` to a module or class of the notebook. Ranks import modules "
                     "themselves, without it: add it in the function, too, or in a file that the notebook imports."

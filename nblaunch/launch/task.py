@@ -346,7 +346,7 @@ class Task:
             self.view.on(
                 Note(
                     f"rank {live[0]} returned but did not exit within {timeouts.EXIT_TIMEOUT_S:.0f} s (an atexit "
-                    "function?): killed"
+                    "function, or a multiprocessing queue that is not read?): killed"
                 )
             )
             self._stop(Ladder("failure", now, 0.0))

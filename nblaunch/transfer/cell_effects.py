@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import os
+import pickle
 import sys
 import traceback
 import types
@@ -26,14 +27,16 @@ from nblaunch.transfer import definitions, pickling
 _NOTEBOOKS_OWN = {"IPython", "__main__", "google", "ipykernel", "ipywidgets", "nblaunch"}
 EFFECT_FREE = KNOWN_SAFE | sys.stdlib_module_names | {"numpy", "torch"} | _NOTEBOOKS_OWN
 """Top-level packages whose modules do not change other modules."""
-_VALUES = (bool, int, float, str, bytes, type(None), type, types.FunctionType, classmethod, staticmethod, property)
-"""Types of attributes that are sent: others, such as streams and caches, are the notebook's."""
-
 Attribute = tuple[str, str, str]
 """A module, the qualified name of a class in it or an empty string, and an attribute of that."""
 
+_STREAMS = {("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
+AS_IMPORTED: Any = ...
+"""Stands for an attribute that is again what the module's import made of it."""
 _last: dict[Attribute, Any] = {}
-"""What was set in this rank. A kept one gets all attributes with each task."""
+"""What was set in this rank, in essence. A kept one gets all attributes with each task."""
+_imported: dict[Attribute, Any] = {}
+"""What the module's import had made of it; `AS_IMPORTED`: nothing."""
 
 
 def imported_in(cells: Iterable[str]) -> dict[str, bool]:
@@ -52,21 +55,46 @@ def imported_in(cells: Iterable[str]) -> dict[str, bool]:
 def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dict[Attribute, Any]:
     """Return the attributes of modules and their classes that these cells have set, with their values of now.
 
+    What cannot be sent is left out. An error that names it says so: see `nblaunch.launch.cell_changes`.
+
     Args:
         cells: The code of cells.
         namespace: The notebook's names.
     """
-    found = {}
-    for target in dict.fromkeys(target for cell in cells for target in _effects_of(cell).attributes):
-        root, *between, name = target.split(".")
-        owner: Any = namespace.get(root)
-        for part in between:
-            owner = getattr(owner, part, None) if isinstance(owner, (types.ModuleType, type)) else None
+    effects = [_effects_of(cell) for cell in cells]
+    targets: list[tuple[Any, str]] = []
+    for path in dict.fromkeys(path for effect in effects for path in effect.passed):
+        owner = _found(path, namespace)
+        own = vars(owner) if _place_of(owner) else {}  # a function of a cell may have patched it
+        targets += [(owner, name) for name, value in own.items() if getattr(value, "__globals__", None) is namespace]
+    for path, _, name in (target.rpartition(".") for effect in effects for target in effect.attributes):
+        targets.append((_found(path, namespace), name))
+    found: dict[Attribute, Any] = {}
+    for owner, name in targets:
         place = _place_of(owner)
-        value = vars(owner).get(name, ...) if place else ...
-        if place and isinstance(value, _VALUES) and pickling.explain(value, name) is None:
-            found[(*place, name)] = value
+        if place is not None and (attribute := (*place, name)) not in found and attribute not in _STREAMS:
+            value = _value_of(owner, place, name)
+            if pickling.explain(value, name) is None:
+                found[attribute] = value
     return found
+
+
+def _found(path: str, namespace: Mapping[str, Any]) -> Any:
+    """Return what ``a.b.c`` refers to, if all of it are modules and classes; else None."""
+    root, *more = path.split(".")
+    found: Any = namespace.get(root)
+    for part in more:
+        found = getattr(found, part, None) if isinstance(found, (types.ModuleType, type)) else None
+    return found
+
+
+def _value_of(owner: Any, place: tuple[str, str], name: str) -> Any:
+    """Return an attribute as ranks need it."""
+    value = _own(owner, name)
+    own_name = ".".join(filter(None, (place[1], name)))
+    if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) != (place[0], own_name):
+        return value
+    return value if definitions.is_of_main(value) else AS_IMPORTED
 
 
 def _place_of(owner: Any) -> tuple[str, str] | None:
@@ -82,16 +110,36 @@ def set_here(attributes: Mapping[Attribute, Any]) -> None:
     """Set attributes as the notebook's cells did; called in ranks. One that fails is reported in the rank's log."""
     for place, value in attributes.items():
         module, owner, name = place
-        if place in _last and _essence(_last[place]) == _essence(value):
+        essence = _essence(value)
+        if _last.get(place, AS_IMPORTED) == essence:
             continue  # a cell may have set it here since
         with _reporting(f"set {'.'.join(filter(None, place))}"):
             importlib.import_module(module)
-            setattr(definitions.look_up(module, owner), name, value)
-            _last[place] = value
+            holder = definitions.look_up(module, owner)
+            _imported.setdefault(place, _own(holder, name))
+            value = _imported[place] if value is AS_IMPORTED else value
+            if value is AS_IMPORTED:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
+            _last[place] = essence
+
+
+def _own(owner: Any, name: str) -> Any:
+    if isinstance(owner, type):
+        return vars(owner).get(name, AS_IMPORTED)  # a staticmethod as such
+    return getattr(owner, name, AS_IMPORTED)  # some modules keep options elsewhere, such as torch._dynamo.config
 
 
 def _essence(value: Any) -> Any:
-    return getattr(getattr(value, "__func__", value), "__code__", value)
+    """Return what is equal for two copies of a value."""
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    if code is not None or value is AS_IMPORTED:
+        return code or value
+    try:
+        return pickle.dumps(value)
+    except Exception:  # noqa: BLE001  # only cloudpickle can: then it is set each time
+        return object()
 
 
 @contextlib.contextmanager
@@ -124,6 +172,8 @@ class _Effects(NamedTuple):
     """Modules, and perhaps other names."""
     attributes: tuple[str, ...] = ()
     """What it assigns to and that is an attribute of a name: ``a.b.c``."""
+    passed: tuple[str, ...] = ()
+    """Names and attributes of names that it passes to functions, or that annotate a decorated function's parameters."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,15 +182,29 @@ def _effects_of(cell: str) -> _Effects:
         nodes = list(_executed(ast.parse(cell)))
     except SyntaxError:  # a cell that did not run
         return _Effects()
-    set_to = [ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-    chains = (each for each in set_to if all(map(str.isidentifier, each.split("."))))
-    return _Effects(tuple(name for node in nodes for name in _imports_of(node)), tuple(chains))
+    set_to = [_path(node) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    passed: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            passed += map(_path, node.args)
+            if _path(node.func) == "setattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+                set_to.append(f"{_path(node.args[0])}.{node.args[1].value!s}")
+        elif isinstance(node, ast.FunctionDef) and node.decorator_list:
+            passed += [_path(parameter.annotation) for parameter in node.args.args if parameter.annotation]
+    imports = (name for node in nodes for name in _imports_of(node))
+    return _Effects(tuple(imports), tuple(each for each in set_to if "." in each), tuple(filter(None, passed)))
+
+
+def _path(node: ast.AST) -> str:
+    """Return ``a.b.c`` for an attribute of a name, the name for a name, and an empty string for all else."""
+    text = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+    return text if all(map(str.isidentifier, text.split("."))) else ""
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
+        yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield child
             yield from _executed(child)
 
 

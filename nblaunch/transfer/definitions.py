@@ -58,7 +58,12 @@ def look_up(module: str | None, name: str) -> Any:
 def is_sent_by_value(thing: Any) -> bool:
     """Return True if a function or class is sent with all that it refers to, False if ranks import it."""
     name = getattr(thing, "__qualname__", "")  # what wraps a partial has none
-    return thing.__module__ == "__main__" or look_up(thing.__module__, name) is not thing
+    return thing.__module__ == "__main__" or is_of_main(thing) or look_up(thing.__module__, name) is not thing
+
+
+def is_of_main(thing: Any) -> bool:
+    """Return True for a function of ``__main__``, also if `functools.wraps` gave it the name of one of a module."""
+    return getattr(thing, "__globals__", None) is vars(sys.modules["__main__"])
 
 
 def mark_received(names: Mapping[str, Any]) -> None:

@@ -172,6 +172,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if reduced is not None:
             return reduced
         reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and isinstance(obj, types.FunctionType) and definitions.is_of_main(obj):
+            reduced = self._dynamic_function_reduce(obj)  # a module has it by a name of its own
         if isinstance(obj, (type, types.FunctionType)):
             self._note(obj)
             if definitions.is_by_value(reduced):

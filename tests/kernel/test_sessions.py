@@ -143,18 +143,25 @@ def test_what_cells_do_to_modules_happens_in_ranks(kernel: Kernel, tmp_path: Pat
     (tmp_path / "effect_base/__init__.py").write_text("class Learner: ...")
     (tmp_path / "effect_base/extra.py").write_text("import effect_base as b\nb.Learner.extra = lambda self: 'patched'")
     kernel.run(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom effect_base.extra import *\n"
+        f"import sys, threading; sys.path.insert(0, {str(tmp_path)!r})\nfrom effect_base.extra import *\n"
         "from effect_base import Learner\ndef use(): return Learner().extra()\n"
         "def launched(f): return nblaunch.notebook_launcher(f, (), 2, view='none')"
     ).check()
     assert on_ranks(kernel, "Learner().extra()") == ["patched"] * 2
     assert kernel.ask("list(launched(use))") == kernel.ask("list(s.run(use, view='none'))") == ["patched"] * 2
     kernel.run(
-        "plus = 1\nLearner.added = lambda self: 2 + plus\nsetattr(Learner, 'late', 3)\n"
-        "def use_added(): return Learner().added()\ndef use_late(): return Learner().late"
+        "import functools\nplus, Learner.guard = 1, threading.Lock()\nLearner.added = lambda self: 2 + plus\n"
+        "@functools.wraps(Learner.extra)\ndef extra(self): return extra.__wrapped__(self) + '!'\n"
+        "Learner.extra = extra\n"
+        "def use_added(): return Learner().added(), Learner().extra()\ndef use_guard(): return Learner().guard"
     ).check()
-    assert kernel.ask("list(launched(use_added))") == kernel.ask("list(s.run(use_added, view='none'))") == [3, 3]
-    assert "adds `late` to a module or class of the notebook" in kernel.run("launched(use_late)").traceback
+    for call in "launched(use_added)", "s.run(use_added, view='none')":
+        assert kernel.ask(f"list({call})") == [(3, "patched!")] * 2
+    assert "adds `guard` to a module or class of the notebook" in kernel.run("launched(use_guard)").traceback
+    kernel.run("Learner.extra = extra.__wrapped__\ndel Learner.added").check()
+    back = "lambda: (Learner().extra(), hasattr(Learner, 'added'))"
+    for call in f"launched({back})", f"s.run({back}, view='none')":
+        assert kernel.ask(f"list({call})") == [("patched", False)] * 2
 
 
 def test_names_in_strings_are_sent_and_missing_ones_are_named(kernel: Kernel) -> None:

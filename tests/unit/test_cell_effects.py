@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from nblaunch.launch import cell_changes
 from nblaunch.launch.export.cell_statements import CellSource
-from nblaunch.transfer import cell_effects
+from nblaunch.transfer import cell_effects, pickling
 from nblaunch.transfer.cell_effects import attributes_set_in, import_here, imported_in, set_here
 from nblaunch.wire.messages import Failed
 
@@ -77,33 +76,60 @@ def test_an_import_that_fails_is_reported_in_the_log(capsys: pytest.CaptureFixtu
     assert "ownpatch" in sys.modules
 
 
-@pytest.mark.usefixtures("_own_modules")
-def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[str]) -> None:
+def placed(*cells: str) -> tuple[dict[Any, Any], Any]:
+    """Run cells that have `own`, a module; return what is sent of their effects, and the module as ranks import it."""
     import_here({"ownpkg.extra": True})
     own: Any = sys.modules["ownpkg"]
-    names = {"own": own, "L": own.Learner, "here": SimpleNamespace(), "pathlib": pathlib, "Mine": type("Mine", (), {})}
-    cells = [
-        "own.rate = 1\nL.added = staticmethod(len)\nown.Learner.size = 3\nif True:\n    own.rate, x = 2, 3",
-        "here.x = 1\nMine.y = 2\nabsent.z = 1\nown.cache = {}\nown.absent.x = 1\npathlib.Path().x = 1",
-        "def f():\n    own.later = 5\nown.gone = 1; del own.gone; own.later = 4",
-    ]
-    names["Mine"].__module__ = "__main__"
-    for cell in cells[0], "own.cache = {}\nown.later = 4":
-        exec(cell, {**names})
-    found = attributes_set_in(cells, names)
+    names: dict[str, Any] = {"own": own, "sys": sys, "__name__": "__main__"}
+    for cell in cells:
+        exec(cell, names)
+    found = attributes_set_in([*cells, "no such syntax"], names)
+    del sys.modules["ownpkg"], sys.modules["ownpkg.extra"]
+    import_here({"ownpkg": True})
+    return found, sys.modules["ownpkg"]
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[str]) -> None:
+    found, own = placed(
+        "class Mine: pass\nL = own.Learner\nown.rate = 1\nown.Learner.size = 3\nL.added = staticmethod(len)",
+        "if True:\n    own.rate, own.shape = 2, [3, 4]\nsetattr(own, 'later', 4)\nsetattr(own, *['x', 1])",
+        "Mine.y = 2\nMine().x = 1\nown.stream = sys.stdout = sys.stdout\ndef f():\n    own.never = 5",
+    )
     assert {place: value for place, value in found.items() if place[2] != "added"} == {
         ("ownpkg", "", "rate"): 2,
         ("ownpkg", "Learner", "size"): 3,
+        ("ownpkg", "", "shape"): [3, 4],
         ("ownpkg", "", "later"): 4,
     }
-    forget()
     set_here({**found, ("ownpkg", "Absent", "x"): 1})
-    own = sys.modules["ownpkg"]
-    assert (own.rate, own.Learner.size, own.Learner().added("abc"), own.later) == (2, 3, 3, 4)
+    assert (own.rate, own.Learner.size, own.Learner().added("abc"), own.shape, own.later) == (2, 3, 3, [3, 4], 4)
     assert "this rank cannot set ownpkg.Absent.x, as a cell" in capsys.readouterr().err
     own.rate = own.later = 7  # in a session
     set_here({**found, ("ownpkg", "", "later"): 5})
     assert (own.rate, own.later) == (7, 5)
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_a_rank_forgets_what_cells_take_back() -> None:
+    found, own = placed("own.rate = 1\nown.Learner.kind = 1", "del own.rate, own.Learner.kind")
+    assert set(found.values()) == {cell_effects.AS_IMPORTED}
+    set_here(found)
+    set_here({("ownpkg", "", "rate"): 1, ("ownpkg", "", "Learner"): int})
+    assert (own.rate, own.Learner) == (1, int)
+    set_here({**found, ("ownpkg", "", "Learner"): cell_effects.AS_IMPORTED})
+    assert not hasattr(own, "rate")
+    assert own.Learner.__name__ == "Learner"
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_what_functions_of_cells_patch_is_sent() -> None:
+    found, own = placed(
+        "def patch(kind):\n    kind.first = lambda self: 1\npatch(own.Learner)",
+        "def method(f):\n    f.__globals__['own'].Learner.second = f\n@method\ndef g(self: own.Learner):\n    return 2",
+    )
+    set_here(pickling.loads(pickling.dump(lambda notes: found)))
+    assert (own.Learner().first(), own.Learner().second()) == (1, 2)
 
 
 registry = ModuleType("registry")
