@@ -6,10 +6,11 @@ import ast
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.transfer import cell_effects
 from nblaunch.wire.messages import Failed
 
 _REGISTERS = re.compile(r"regist|patch|setattr|\.(define|impl)\b", re.IGNORECASE)
@@ -27,10 +28,14 @@ def explain(failed: Failed, cells: Iterable[CellSource], namespace: Mapping[str,
         namespace: The notebook's names.
     """
     words = set(_WORD.findall(failed.text[:_MAX_SEARCHED_CHARS]))
-    for cell in reversed([*cells]):
-        for word, owner in _changes_of(cell.python):
-            is_module = isinstance(namespace.get(word), ModuleType)
-            if word in words and not is_module and (owner is None or _is_of_module(namespace.get(owner))):
+    words = {word for word in words if not isinstance(namespace.get(word), ModuleType)}
+    cells = [*cells]
+    sent = cell_effects.attributes_set_in([cell.python for cell in cells], namespace)
+    words -= {name for (_, _, name), value in sent.items() if value is not cell_effects.AS_IMPORTED}
+    for cell in reversed(cells):
+        set_to = (path.split(".") for path in cell_effects.effects_of(cell.python).attributes)
+        for word, owner in (*((path[-1], path[0]) for path in set_to), *_changes_of(cell.python)):
+            if word in words and (owner is None or _is_of_module(namespace.get(owner))):
                 return (
                     f"{cell.label} adds `{word}` to a module or class of the notebook. Ranks import modules "
                     "themselves, without it: add it in the function, too, or in a file that the notebook imports."
@@ -40,7 +45,8 @@ def explain(failed: Failed, cells: Iterable[CellSource], namespace: Mapping[str,
 
 def _is_of_module(value: Any) -> bool:
     """Return True for a module, and for a class or function that ranks import."""
-    return isinstance(value, ModuleType) or getattr(value, "__module__", "__main__") != "__main__"
+    is_code = isinstance(value, (type, FunctionType)) and value.__module__ != "__main__"
+    return is_code or isinstance(value, ModuleType)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,10 +62,7 @@ def _changes_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | None]]:
     for node in nodes:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                owner = _root(target)
-                if isinstance(target, ast.Attribute):
-                    yield target.attr, owner
-                elif isinstance(target, ast.Subscript) and owner:
+                if isinstance(target, ast.Subscript) and (owner := _root(target)):
                     yield from ((word, owner) for word in _words(target.slice))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             for decorator in filter(_registers, node.decorator_list):

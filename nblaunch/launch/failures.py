@@ -118,7 +118,9 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     _add_memory_notes(error, failed)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
-    if unsent := unsent_name(failed) or cell_changes.explain(failed, host().cells(), host().notebook_names() or {}):
+    if unsent := unsent_name(failed, account.sources) or cell_changes.explain(
+        failed, host().cells(), host().notebook_names() or {}
+    ):
         add_note(error, unsent)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
@@ -126,10 +128,13 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     return error
 
 
-def unsent_name(failed: Failed) -> str:
+def unsent_name(failed: Failed, sources: Mapping[str, Source]) -> str:
     """Return a note if a rank lacked a name that the notebook has: the code made the name from a string."""
     found = _UNDEFINED.search(failed.text)
     name = found[1] if found else ""
+    frames = [each["file"] for each in _FRAME.finditer(failed.traceback) if each["file"]]
+    if frames and frames[-1].endswith(".py") and frames[-1] not in sources and is_users(frames[-1]):
+        return ""  # a module of the user lacks it
     if failed.type_name == "KeyError" and _LOOKED_UP.search("".join(failed.traceback.splitlines()[-4:])):
         name = failed.text.strip("'")
     names = host().notebook_names() or {}

@@ -71,7 +71,7 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
 
 def effects_of_cells() -> dict[str, Any]:
     """Return what the notebook's cells have done to modules and ranks are to repeat: fields of a payload."""
-    cells = [cell.python for cell in host().cells()]
+    cells = [cell.python for cell in host().cells() if not cell.is_of_ranks]
     attributes = cell_effects.attributes_set_in(cells, _namespace())
     return {"imports": cell_effects.imported_in(cells), "attributes": attributes}
 

@@ -49,7 +49,7 @@ def record_created(folder: str) -> None:
     @functools.wraps(begin)
     def recorded_begin(self: Any, name: str | None = None, create: bool = False, *args: Any, **kwargs: Any) -> None:
         begin(self, name, create, *args, **kwargs)
-        if create:
+        if create and getattr(self, "_track", True):  # since Python 3.13
             note(_MEMORY, os.fstat(self._fd).st_ino, self._name)
 
     def recorded_register(name: str, rtype: str) -> None:

@@ -51,10 +51,11 @@ _RESERVE_BYTES = 256 << 20
 _PAGE = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_gil = ctypes.PyDLL(None, use_errno=True)
+_with_gil = ctypes.PyDLL(None, use_errno=True)  # its calls do not release the interpreter's lock
 for _library in (_libc, _with_gil):
     _library.mmap.restype = ctypes.c_void_p
     _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_with_gil.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -384,9 +385,12 @@ def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
     here[tail:] = source[tail:]
 
 
-def map_over(address: int, size: int, fd: int) -> None:
-    """Map a file, shared, over pages of this process. The interpreter's lock is held meanwhile."""
-    _map(address, size, mmap.MAP_SHARED | _MAP_FIXED, fd, 0, _with_gil)
+def move_page(address: int, fd: int) -> None:
+    """Move a page of this process into an empty file, shared. No other thread runs Python meanwhile."""
+    os.truncate(fd, _PAGE)
+    file = mmap.mmap(fd, _PAGE)
+    _with_gil.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(file)), address, _PAGE)
+    _map(address, _PAGE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0, _with_gil)
 
 
 def _map(address: int, size: int, flags: int, fd: int, offset: int, libc: ctypes.CDLL = _libc) -> None:

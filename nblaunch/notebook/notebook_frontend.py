@@ -25,7 +25,7 @@ from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
-from nblaunch.notebook.auto_cells import paused
+from nblaunch.notebook.auto_cells import goes_to_session, paused
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
@@ -87,7 +87,8 @@ class NotebookFrontend:
                     found.append(known[number])
                 else:
                     python = self.shell.transform_cell(_RUNS_HERE.sub("", typed))
-                    found.append(CellSource(f"Cell In[{number}]", typed, python))
+                    is_of_ranks = goes_to_session(self.shell, typed)
+                    found.append(CellSource(f"Cell In[{number}]", typed, python, is_of_ranks))
         self._cells = found  # only now: launches in the background ask from their own threads
         return found
 

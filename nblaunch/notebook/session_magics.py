@@ -162,6 +162,7 @@ def _auto(shell: Any, words: Sequence[str]) -> str:
     is_on = words[0] == "on"
     if is_on:
         _named({})
+    host().cells()  # those before this one ran here
     set_auto(shell, is_on)
     return "every cell runs in the session; %%local on top of a cell runs it here" if is_on else "cells run here again"
 

@@ -270,12 +270,12 @@ def _work(
         breakpoints.labels = {file: source.label for file, source in payload.sources.items() if source.label}
         taken = NamesTaken() if home is None else home.take(payload)
         _set_the_scene(payload, home)
+        error_report.usual_hook = sys.excepthook
+        cell_effects.import_here(payload.imports)  # before the settings: a module may seed, too
         if home is None or home.takes_settings(payload.settings):
             environment.apply_settings(payload.settings)
+        cell_effects.set_here(payload.attributes, is_kept=home is not None)
         link.send(Running(spec.rank, task.task, taken))
-        error_report.usual_hook = sys.excepthook
-        cell_effects.import_here(payload.imports)
-        cell_effects.set_here(payload.attributes)
         return task_body.call(payload, home)
     finally:
         link.armed = False

@@ -11,9 +11,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib
 import os
-import pickle
 import sys
 import traceback
 import types
@@ -33,8 +33,8 @@ Attribute = tuple[str, str, str]
 _STREAMS = {("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
 AS_IMPORTED: Any = ...
 """Stands for an attribute that is again what the module's import made of it."""
-_last: dict[Attribute, Any] = {}
-"""What was set in this rank, in essence. A kept one gets all attributes with each task."""
+_last: dict[Attribute, bytes] = {}
+"""Digests of what was set in this rank. Empty: as imported."""
 _imported: dict[Attribute, Any] = {}
 """What the module's import had made of it; `AS_IMPORTED`: nothing."""
 
@@ -48,7 +48,7 @@ def imported_in(cells: Iterable[str]) -> dict[str, bool]:
     Returns:
         By name, in order of import: whether the module is the user's own, to be imported in any case.
     """
-    names = dict.fromkeys(name for cell in cells for name in _effects_of(cell).imports)
+    names = dict.fromkeys(name for cell in cells for name in effects_of(cell).imports)
     return {name: _is_own(name) for name in names if name in sys.modules and package_of(name) not in EFFECT_FREE}
 
 
@@ -61,7 +61,7 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
         cells: The code of cells.
         namespace: The notebook's names.
     """
-    effects = [_effects_of(cell) for cell in cells]
+    effects = [effects_of(cell) for cell in cells]
     targets: list[tuple[Any, str]] = []
     for path in dict.fromkeys(path for effect in effects for path in effect.passed):
         owner = _found(path, namespace)
@@ -99,20 +99,30 @@ def _value_of(owner: Any, place: tuple[str, str], name: str) -> Any:
 
 def _place_of(owner: Any) -> tuple[str, str] | None:
     """Return where ranks find a module or class, if they do: its module, and its qualified name there."""
-    module = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
-    name = owner.__qualname__ if isinstance(owner, type) else ""
-    if not isinstance(owner, (types.ModuleType, type)) or package_of(module) in _NOTEBOOKS_OWN:
+    if not isinstance(owner, (types.ModuleType, type)):
         return None
-    return (module, name) if definitions.look_up(module, name) is owner else None
+    module, name = (owner.__module__, owner.__qualname__) if isinstance(owner, type) else (owner.__name__, "")
+    is_there = package_of(module) not in _NOTEBOOKS_OWN and definitions.look_up(module, name) is owner
+    return (module, name) if is_there else None
 
 
-def set_here(attributes: Mapping[Attribute, Any]) -> None:
-    """Set attributes as the notebook's cells did; called in ranks. One that fails is reported in the rank's log."""
+def set_here(attributes: Mapping[Attribute, Any], *, is_kept: bool) -> None:
+    """Set attributes as the notebook's cells did; called in ranks. One that fails is reported in the rank's log.
+
+    Its module is imported, however long that takes: who imports it later would find it unchanged.
+
+    Args:
+        attributes: See `attributes_set_in`.
+        is_kept: The rank gets all attributes with each task. It sets those that differ from the last ones, for a cell
+            may have set the others here since.
+    """
     for place, value in attributes.items():
         module, owner, name = place
-        essence = _essence(value)
-        if _last.get(place, AS_IMPORTED) == essence:
-            continue  # a cell may have set it here since
+        digest = b""
+        if is_kept and value is not AS_IMPORTED:
+            digest = hashlib.sha256(pickling.dump(functools.partial(_itself, value))).digest()
+        if (value is AS_IMPORTED or is_kept) and _last.get(place, b"") == digest:
+            continue
         with _reporting(f"set {'.'.join(filter(None, place))}"):
             importlib.import_module(module)
             holder = definitions.look_up(module, owner)
@@ -122,24 +132,17 @@ def set_here(attributes: Mapping[Attribute, Any]) -> None:
                 delattr(holder, name)
             else:
                 setattr(holder, name, value)
-            _last[place] = essence
+            _last[place] = digest
+
+
+def _itself(value: Any, found: pickling.Found) -> Any:
+    return value
 
 
 def _own(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
         return vars(owner).get(name, AS_IMPORTED)  # a staticmethod as such
     return getattr(owner, name, AS_IMPORTED)  # some modules keep options elsewhere, such as torch._dynamo.config
-
-
-def _essence(value: Any) -> Any:
-    """Return what is equal for two copies of a value."""
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    if code is not None or value is AS_IMPORTED:
-        return code or value
-    try:
-        return pickle.dumps(value)
-    except Exception:  # noqa: BLE001  # only cloudpickle can: then it is set each time
-        return object()
 
 
 @contextlib.contextmanager
@@ -165,7 +168,7 @@ def _is_own(name: str) -> bool:
     return isinstance(file, str) and is_users(file) and not is_installed(os.path.dirname(os.path.abspath(file)))
 
 
-class _Effects(NamedTuple):
+class Effects(NamedTuple):
     """What a cell does when it runs, without what its functions do when they are called."""
 
     imports: tuple[str, ...] = ()
@@ -177,11 +180,12 @@ class _Effects(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _effects_of(cell: str) -> _Effects:
+def effects_of(cell: str) -> Effects:
+    """Return what a cell does to modules when it runs."""
     try:
         nodes = list(_executed(ast.parse(cell)))
     except SyntaxError:  # a cell that did not run
-        return _Effects()
+        return Effects()
     set_to = [_path(node) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     passed: list[str] = []
     for node in nodes:
@@ -192,7 +196,7 @@ def _effects_of(cell: str) -> _Effects:
         elif isinstance(node, ast.FunctionDef) and node.decorator_list:
             passed += [_path(parameter.annotation) for parameter in node.args.args if parameter.annotation]
     imports = (name for node in nodes for name in _imports_of(node))
-    return _Effects(tuple(imports), tuple(each for each in set_to if "." in each), tuple(filter(None, passed)))
+    return Effects(tuple(imports), tuple(each for each in set_to if "." in each), tuple(filter(None, passed)))
 
 
 def _path(node: ast.AST) -> str:

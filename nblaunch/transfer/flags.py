@@ -69,7 +69,8 @@ def read_flags() -> dict[str, Any]:
     for name, flag in FLAGS.items():
         module = sys.modules.get(flag.module)
         if module is not None:
-            with contextlib.suppress(AttributeError):  # another torch, or another thread is importing it
+            # another torch, or another thread is importing it; or torch refuses, after a change of its newer options
+            with contextlib.suppress(AttributeError, RuntimeError):
                 flags[name] = flag.read(module)
     return flags
 

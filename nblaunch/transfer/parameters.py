@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def complete(
     filled = {name: own[name] for name in names}
     parameters = _parameters(function)
     needs_order = [p.name for p in parameters[: len(args)]] + [p.name for p in parameters if p.kind == _BY_POSITION[0]]
-    if filled.keys().isdisjoint(needs_order):
+    if {*filled, *kwargs}.isdisjoint(needs_order):
         return args, {**kwargs, **filled}
     call = inspect.BoundArguments(inspect.signature(function), {**arguments, **filled})
     return call.args, call.kwargs
@@ -68,14 +69,14 @@ def complete(
 
 def summary(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Describe arguments in an error: short values as they are, others by their type."""
-
-    def brief(value: Any) -> str:
-        is_short = isinstance(value, (str, bytes, int, float, type(None))) and len(repr(value)) <= 80
-        return repr(value) if is_short else type(value).__name__
-
-    shown = ", ".join(map(brief, args)) + "," * (len(args) == 1)
-    named = ", ".join(f"{name!r}: {brief(value)}" for name, value in kwargs.items())
+    shown = ", ".join(map(_brief, args)) + "," * (len(args) == 1)
+    named = ", ".join(f"{name!r}: {_brief(value)}" for name, value in kwargs.items())
     return f"args=({shown}), kwargs={{{named}}}"
+
+
+def _brief(value: Any) -> str:
+    is_short = isinstance(value, (str, bytes, int, float, type(None))) and len(repr(value)) <= 80
+    return repr(value) if is_short else type(value).__name__
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
@@ -129,13 +130,15 @@ def _fit(
             as_spawn = bind(left)
         except TypeError:
             taken = []
-    if as_spawn is not None and not _may_be_device(as_spawn.get("device", "")):
+    if as_spawn is not None and not _may_be_device(as_spawn.get("device", 0)):
         as_spawn = None
     if as_spawn is not None and "world_size" in taken and not _is_size(as_spawn["world_size"], world_size):
         if usual is None:
-            size = summary((as_spawn["world_size"],), {}).partition("(")[2].partition(",)")[0]
+            size = _brief(as_spawn["world_size"])
             raise TypeError(f"args gives world_size={size}, but the launch has {world_size} ranks: leave it out")
         as_spawn = None
+    if usual is not None and as_spawn is not None and not isinstance(as_spawn.get("device", 0), int):
+        usual = None  # nothing but a device can be meant
     if usual is not None and as_spawn is not None and world_size is not None:
         name = taken[0]
         raise TypeError(f"args may give `{name}`, as for mp.spawn, or leave it out: give `{name}` by kwargs")
@@ -159,7 +162,8 @@ def _is_size(value: Any, world_size: int | None) -> bool:
 
 
 def _may_be_device(value: Any) -> bool:
-    return isinstance(value, (str, int)) or type(value).__name__ == "device"
+    is_name = isinstance(value, str) and re.fullmatch(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?", value)
+    return bool(is_name) or isinstance(value, int) or type(value).__name__ == "device"
 
 
 def _check_partial(function: functools.partial[Any]) -> None:

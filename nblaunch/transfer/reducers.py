@@ -10,11 +10,11 @@ A reduction must be the same for an object that has not changed: sessions send a
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import io
 import mmap
+import multiprocessing
 import os
 import sys
 import types
@@ -140,7 +140,7 @@ def _cached_property(function: Any, name: str | None) -> Any:
     return made
 
 
-# ------------------------------------------------------------------ references and context variables
+# ------------------------------------------------------------------ references
 def _reduce_reference(reference: Any, sink: BufferSink | None) -> Reduced | None:
     if type(reference) is not weakref.ref:
         return None
@@ -158,19 +158,6 @@ def _reduce_weak_mapping(mapping: Any, sink: BufferSink | None) -> Reduced:
 
 def _reduce_weak_set(members: Any, sink: BufferSink | None) -> Reduced:
     return type(members), (list(members),)
-
-
-def _reduce_context_variable(variable: Any, sink: BufferSink | None) -> Reduced:
-    missing = object()
-    value = variable.get(missing)
-    if value is missing:
-        with contextlib.suppress(LookupError):
-            value = variable.get()
-    return _context_variable, (variable.name, *([] if value is missing else [value]))
-
-
-def _context_variable(name: str, *default: Any) -> Any:
-    return contextvars.ContextVar(name, **({"default": default[0]} if default else {}))
 
 
 # ------------------------------------------------------------------ torch
@@ -260,6 +247,8 @@ def operators_in(code: types.CodeType | str) -> tuple[Any, ...]:
     Args:
         code: The code, or its source, or the graph of a script, which has ``NAMESPACE::NAME``.
     """
+    if not isinstance(code, str) and "ops" not in code.co_names:
+        return ()
 
     def uses(name: str) -> bool:
         namespace, _, own = name.partition("::")
@@ -468,6 +457,7 @@ class _Page:
         weakref.finalize(self, os.close, fd)
 
 
+_FORKED: Any = context.ForkProcess if sys.platform != "win32" else ()
 _pages: weakref.WeakKeyDictionary[Any, _Page] = weakref.WeakKeyDictionary()
 """By lock."""
 
@@ -484,27 +474,16 @@ def _reduce_lock(lock: Any, sink: BufferSink | None) -> Reduced:
         advice = "create it with multiprocessing.get_context('spawn'), or use multiprocessing.Manager()"
         raise RefusedError(lock, "which only forked processes can share here", advice)
     if lock not in _pages:
+        # `sem_open` maps a page for each semaphore; the name in that page's file is gone, with the start method fork
+        advice = "create it with multiprocessing.get_context('spawn')"
         if int.from_bytes(ctypes.string_at(semaphore.handle + 4, 4), sys.byteorder):  # `sem_t` counts who waits
-            advice = "launch once it does not, or create it with multiprocessing.get_context('spawn')"
-            raise RefusedError(lock, "which a thread or process waits for", advice)
-        _pages[lock] = _moved_to_file(semaphore.handle)
+            raise RefusedError(lock, "which a thread or process waits for", f"launch once it does not, or {advice}")
+        if any(isinstance(each, _FORKED) for each in multiprocessing.active_children() if "Manager" not in each.name):
+            raise RefusedError(lock, "which processes that the notebook has forked may share already", advice)
+        _pages[lock] = _Page(sealed_files.create()[0])
+        segments.move_page(semaphore.handle, _pages[lock].fd)
     page = _Descriptor(_pages[lock].fd, sink)
     return _lock, (type(lock), semaphore.kind, semaphore.maxvalue, None, page)
-
-
-def _moved_to_file(address: int) -> _Page:
-    """Put an unnamed semaphore into a memory file, in place, so that ranks can map it.
-
-    `sem_open` maps a page for each semaphore, and the name in that page's file is gone, with the start method fork.
-    No thread may wait for it. Children that the notebook forked before no longer share it.
-    """
-    page = _Page(sealed_files.create()[0])
-    os.truncate(page.fd, mmap.PAGESIZE)
-    file = mmap.mmap(page.fd, mmap.PAGESIZE)
-    # neither call releases the interpreter's lock: no other thread acquires or releases the semaphore between them
-    ctypes.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(file)), address, mmap.PAGESIZE)
-    segments.map_over(address, mmap.PAGESIZE, page.fd)
-    return page
 
 
 def _lock(kind: Any, *about: Any) -> Any:
@@ -594,7 +573,6 @@ _ROWS: dict[str, Row] = {
     "weakref.WeakKeyDictionary": _reduce_weak_mapping,
     "weakref.WeakValueDictionary": _reduce_weak_mapping,
     "_weakrefset.WeakSet": _reduce_weak_set,
-    "_contextvars.ContextVar": _reduce_context_variable,
     "torch.jit._script.ScriptModule": _reduce_script,
     "torch.jit.torch.jit.ScriptFunction": _reduce_script,
     "torch.export.exported_program.ExportedProgram": _reduce_exported,

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nblaunch.launch import cell_changes
 from nblaunch.launch.export.cell_statements import CellSource
@@ -102,11 +103,11 @@ def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[st
         ("ownpkg", "", "shape"): [3, 4],
         ("ownpkg", "", "later"): 4,
     }
-    set_here({**found, ("ownpkg", "Absent", "x"): 1})
+    set_here({**found, ("ownpkg", "Absent", "x"): 1}, is_kept=True)
     assert (own.rate, own.Learner.size, own.Learner().added("abc"), own.shape, own.later) == (2, 3, 3, [3, 4], 4)
     assert "this rank cannot set ownpkg.Absent.x, as a cell" in capsys.readouterr().err
     own.rate = own.later = 7  # in a session
-    set_here({**found, ("ownpkg", "", "later"): 5})
+    set_here({**found, ("ownpkg", "", "later"): 5}, is_kept=True)
     assert (own.rate, own.later) == (7, 5)
 
 
@@ -114,10 +115,10 @@ def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[st
 def test_a_rank_forgets_what_cells_take_back() -> None:
     found, own = placed("own.rate = 1\nown.Learner.kind = 1", "del own.rate, own.Learner.kind")
     assert set(found.values()) == {cell_effects.AS_IMPORTED}
-    set_here(found)
-    set_here({("ownpkg", "", "rate"): 1, ("ownpkg", "", "Learner"): int})
+    set_here(found, is_kept=True)
+    set_here({("ownpkg", "", "rate"): 1, ("ownpkg", "", "Learner"): int}, is_kept=True)
     assert (own.rate, own.Learner) == (1, int)
-    set_here({**found, ("ownpkg", "", "Learner"): cell_effects.AS_IMPORTED})
+    set_here({**found, ("ownpkg", "", "Learner"): cell_effects.AS_IMPORTED}, is_kept=True)
     assert not hasattr(own, "rate")
     assert own.Learner.__name__ == "Learner"
 
@@ -128,20 +129,28 @@ def test_what_functions_of_cells_patch_is_sent() -> None:
         "def patch(kind):\n    kind.first = lambda self: 1\npatch(own.Learner)",
         "def method(f):\n    f.__globals__['own'].Learner.second = f\n@method\ndef g(self: own.Learner):\n    return 2",
     )
-    set_here(pickling.loads(pickling.dump(lambda notes: found)))
+    set_here(pickling.loads(pickling.dump(lambda notes: found)), is_kept=False)
     assert (own.Learner().first(), own.Learner().second()) == (1, 2)
 
 
+@pytest.mark.usefixtures("_own_modules")
+def test_a_function_with_another_closure_is_another_one() -> None:
+    import_here({"ownpkg": True})
+    for number in 1, 2:
+        set_here({("ownpkg", "", "f"): (lambda n: lambda: n)(number)}, is_kept=True)
+        assert sys.modules["ownpkg"].f() == number
+
+
 registry = ModuleType("registry")
-NAMES = {"registry": registry, "config": {}, "nn": ModuleType("nn"), "Path": Path, "Own": SimpleNamespace}
+NAMES = {"registry": registry, "config": {}, "nn": torch.nn, "torch": torch, "Path": Path, "args": SimpleNamespace()}
 
 
 @pytest.mark.parametrize(
     ("cell", "error"),
     [
         ("registry.models['small'] = 3", "KeyError: 'small'"),
-        ("nn.Module.summary = lambda self: 1", "'Linear' object has no attribute 'summary'"),
-        ("if True:\n    Path.tail = 1", "type object 'Path' has no attribute 'tail'"),
+        ("x, nn.Module.summary = 1, lock", "'Linear' object has no attribute 'summary'"),
+        ("if True:\n    Path.tail = lock", "type object 'Path' has no attribute 'tail'"),
         ("setattr(nn.Module, 'summary', f)", "'Linear' object has no attribute 'summary'"),
         ("@register_model\ndef tiny(): ...", "RuntimeError: Unknown model (tiny)"),
         ("@registry.register('tiny-1', name='two')\nclass A: ...", "ValueError: no model A"),
@@ -169,6 +178,11 @@ def test_an_error_names_the_cell_that_changed_a_module(cell: str, error: str) ->
         ("config['lr'] = 3\nlr = 4\nprint('lr')\nself.lr = 3", "KeyError: 'lr'"),
         ("def f():\n    registry.models['small'] = 3", "KeyError: 'small'"),
         ("@torch.library.register_fake('own::neg')\ndef _(x): ...", "expected a torch.Tensor"),
+        ("args.batch_size = 8", "ValueError: Expected input batch_size (4) to match target batch_size (8)"),
+        (
+            "torch.backends.cudnn.deterministic = True",
+            "RuntimeError: put_ does not have a deterministic version",
+        ),
         ("register_node(P, lambda p: [p.x], lambda xs, c: P(xs))", "NameError: name 'c' is not defined"),
         ("registry.models[3] = 3; x: int; no syntax", "KeyError: 3"),
     ],

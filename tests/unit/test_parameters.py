@@ -123,6 +123,8 @@ OWN = {"rank": "r", "world_size": 2, "local_rank": "l", "device": "d"}
         (mixed, ("data",), {"lr": 1}, (("data",), {"lr": 1, "rank": "r", "device": "d"})),
         (on_device, ("cuda:1",), {}, (("r", "cuda:1"), {})),
         (stars, (1, 2), {"rank": 3}, ((1, 2), {"rank": 3})),
+        (before_rank, ("net",), {"rank": 3}, ((3, "net"), {})),
+        (lambda x, device=None, k=1: ..., (1, "cuda:0"), {}, ((1, "cuda:0"), {})),
         (Method().fit, (5,), {}, (("r", 5), {})),
         (functools.partial(before_rank, model="net"), (), {}, ((), {"rank": "r"})),
         (functools.partial(after_rank, "net"), (), {}, ((), {"rank": "r"})),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import ctypes
 import gc
 import multiprocessing
@@ -81,7 +80,7 @@ def test_a_recursive_function_with_a_cache_is_sent(notebook: Notebook) -> None:
     assert sent(notebook.run(f"import functools\n{fib}")["fib"])(50) == 12586269025
 
 
-# ------------------------------------------------------------------ references and context variables
+# ------------------------------------------------------------------ references
 def test_weak_references_refer_to_what_arrives() -> None:
     owner = sent(Owner())
     assert owner.itself() is owner
@@ -93,17 +92,6 @@ def test_weak_references_refer_to_what_arrives() -> None:
     gc.collect()
     assert owner.reference() is None
     assert sent(owner).reference() is None
-
-
-def test_context_variables_have_the_notebooks_value() -> None:
-    bare, changed = (contextvars.ContextVar[int](name) for name in "ac")
-    preset = contextvars.ContextVar("b", default=2)
-    changed.set(3)
-    came = sent([bare, preset, changed])
-    assert [each.name for each in came] == ["a", "b", "c"]
-    assert [each.get() for each in came[1:]] == [2, 3]
-    with pytest.raises(LookupError):
-        came[0].get()
 
 
 # ------------------------------------------------------------------ torch

@@ -23,11 +23,13 @@ class CellSource:
         label: Such as ``Cell In[3]``.
         typed: The cell as the user wrote it.
         python: The same, with IPython's syntax translated.
+        is_of_ranks: The session's ranks ran it, and not the notebook: ``%distributed auto`` was on.
     """
 
     label: str
     typed: str
     python: str
+    is_of_ranks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
