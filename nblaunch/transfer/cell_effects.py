@@ -65,8 +65,8 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
     targets: list[tuple[Any, str]] = []
     for path in dict.fromkeys(path for effect in effects for path in effect.passed):
         owner = _found(path, namespace)
-        own = vars(owner) if _place_of(owner) else {}  # a function of a cell may have patched it
-        targets += [(owner, name) for name, value in own.items() if getattr(value, "__globals__", None) is namespace]
+        own = [*vars(owner).items()] if _place_of(owner) else []  # a function of a cell may have patched it
+        targets += [(owner, name) for name, value in own if getattr(value, "__globals__", None) is namespace]
     for path, _, name in (target.rpartition(".") for effect in effects for target in effect.attributes):
         targets.append((_found(path, namespace), name))
     found: dict[Attribute, Any] = {}
@@ -84,7 +84,7 @@ def _found(path: str, namespace: Mapping[str, Any]) -> Any:
     root, *more = path.split(".")
     found: Any = namespace.get(root)
     for part in more:
-        found = getattr(found, part, None) if isinstance(found, (types.ModuleType, type)) else None
+        found = _own(found, part) if isinstance(found, (types.ModuleType, type)) else None
     return found
 
 
@@ -142,7 +142,9 @@ def _itself(value: Any, found: pickling.Found) -> Any:
 def _own(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
         return vars(owner).get(name, AS_IMPORTED)  # a staticmethod as such
-    return getattr(owner, name, AS_IMPORTED)  # some modules keep options elsewhere, such as torch._dynamo.config
+    with contextlib.suppress(Exception):  # of a module's __getattr__: transformers' raises what an import would
+        return getattr(owner, name)  # some modules keep options elsewhere, such as torch._dynamo.config
+    return AS_IMPORTED
 
 
 @contextlib.contextmanager
