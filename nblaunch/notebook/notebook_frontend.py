@@ -25,7 +25,7 @@ from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
-from nblaunch.notebook.auto_cells import goes_to_session, paused
+from nblaunch.notebook.auto_cells import goes_to_session, paused, resume
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
@@ -142,6 +142,7 @@ class NotebookFrontend:
 
     def after_cell(self, result: Any) -> None:
         """Run after each cell: refresh the engine, and note the cell that initialized CUDA."""
+        resume()
         if self._was_examined:
             self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it
