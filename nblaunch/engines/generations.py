@@ -158,8 +158,9 @@ class Servers:
                         return reason
                 server = self._server(where)
             if server.is_importing():
-                why = "first launch" if server is self._warm else "first launch with this env="
-                why = "its environment has changed" if server is self._warm and self._last is not None else why
+                why = "first launch with this env="
+                if server is self._warm:
+                    why = "first launch" if self._last is None else "the fork server starts again"
                 show(f"importing torch ({why}) …")
             problem = self.problem_of(server)
             if problem is not None:

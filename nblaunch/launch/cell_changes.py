@@ -81,8 +81,7 @@ def _registers(node: ast.AST) -> bool:
 
 def _registered(call: ast.AST) -> Iterator[tuple[str, None]]:
     """Yield what a call registers: names, and the first words of strings such as ``"ns::op(Tensor x) -> Tensor"``."""
-    arguments = call.args if isinstance(call, ast.Call) else []
-    for each in sorted(arguments, key=lambda argument: not isinstance(argument, ast.Constant)):  # a name says more
+    for each in call.args if isinstance(call, ast.Call) else []:
         if not isinstance(each, ast.Lambda):
             yield from ((part, None) for word in _words(each) for part in (word, *word.split("(")[0].split("::")))
 

@@ -457,7 +457,6 @@ class _Page:
         weakref.finalize(self, os.close, fd)
 
 
-_FORKED: Any = context.ForkProcess if sys.platform != "win32" else ()
 _pages: weakref.WeakKeyDictionary[Any, _Page] = weakref.WeakKeyDictionary()
 """By lock."""
 
@@ -478,7 +477,8 @@ def _reduce_lock(lock: Any, sink: BufferSink | None) -> Reduced:
         advice = "create it with multiprocessing.get_context('spawn')"
         if int.from_bytes(ctypes.string_at(semaphore.handle + 4, 4), sys.byteorder):  # `sem_t` counts who waits
             raise RefusedError(lock, "which a thread or process waits for", f"launch once it does not, or {advice}")
-        if any(isinstance(each, _FORKED) for each in multiprocessing.active_children() if "Manager" not in each.name):
+        children = [each for each in multiprocessing.active_children() if "Manager" not in each.name]
+        if any(isinstance(each, context.ForkProcess) for each in children):
             raise RefusedError(lock, "which processes that the notebook has forked may share already", advice)
         _pages[lock] = _Page(sealed_files.create()[0])
         segments.move_page(semaphore.handle, _pages[lock].fd)

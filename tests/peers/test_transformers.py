@@ -31,20 +31,6 @@ def trained_by_transformers() -> dict[str, Any]:
 
 
 # transformers pins memory unless `use_cpu` is set, and torch warns that there is no GPU
-def test_an_accelerator_with_a_plugin_belongs_into_the_function(
-    launch: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import accelerate
-
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # an Accelerator with the plugin sets it
-    accelerator = accelerate.Accelerator(cpu=True)
-    try:
-        with pytest.raises(PayloadError, match="create it inside the function"):
-            launch(lambda: accelerator.num_processes)
-    finally:
-        accelerator.state._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 def test_train_trainer_ddp(launch: Launcher, readers_folder: Path) -> None:
     result = launch(trained_by_transformers)
@@ -115,6 +101,20 @@ def test_the_callback_reports_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # ------------------------------------------------------------------ arguments that the notebook makes
+def test_an_accelerator_with_a_plugin_belongs_into_the_function(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import accelerate
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # an Accelerator with the plugin sets it
+    accelerator = accelerate.Accelerator(cpu=True)
+    try:
+        with pytest.raises(PayloadError, match="create it inside the function"):
+            launch(lambda: accelerator.num_processes)
+    finally:
+        accelerator.state._reset_state(reset_partial_state=True)
+
+
 def test_arguments_of_the_notebook_are_each_ranks_own(launch: Launcher, tmp_path: Path) -> None:
     from accelerate.state import AcceleratorState
     from transformers import Seq2SeqTrainingArguments, TrainingArguments

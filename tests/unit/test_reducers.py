@@ -263,6 +263,16 @@ def test_a_lock_that_a_thread_waits_for_is_refused(tmp_path: Path) -> None:
     assert pack(lambda found: lock, UncachedStore(tmp_path)).fds
 
 
+def test_a_lock_that_forked_children_may_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = multiprocessing.get_context("fork")
+    lock, child, manager = forks.Lock(), forks.Process(), forks.Process(name="SyncManager-1")
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [manager, child])
+    with pytest.raises(TypeError, match="may share already"):
+        pack(lambda found: lock, UncachedStore(tmp_path))
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [manager])
+    assert pack(lambda found: lock, UncachedStore(tmp_path)).fds
+
+
 def test_a_result_holds_no_end_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = multiprocessing.Pipe()
     monkeypatch.setenv(rank_variables.RANK, "0")
