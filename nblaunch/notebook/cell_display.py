@@ -29,9 +29,9 @@ class CellDisplay:
         self._id = uuid.uuid4().hex
         self.shown = False
 
-    def show(self, bundle: Mapping[str, Any]) -> None:
-        """Show this bundle, in place of the previous one."""
-        content = {"data": dict(bundle), "metadata": {}, "transient": {"display_id": self._id}}
+    def show(self, bundle: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+        """Show this bundle, with the metadata of its parts, in place of the previous one."""
+        content = {"data": dict(bundle), "metadata": dict(metadata or {}), "transient": {"display_id": self._id}}
         kind = "update_display_data" if self.shown else "display_data"
         if not self.shown:
             for stream in (sys.stdout, sys.stderr):  # what the cell has printed before stays above

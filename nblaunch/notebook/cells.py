@@ -11,6 +11,8 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from IPython.core.getipython import get_ipython
+
 from nblaunch.launch.export.cell_statements import changed_names, global_names
 from nblaunch.notebook.auto_cells import goes_to_session, paused
 from nblaunch.transfer import text_names
@@ -18,22 +20,26 @@ from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
 
 
-class CellSyntaxError(SyntaxError):
-    """The SyntaxError of a cell for the ranks.
+class CellSyntaxError(Exception):
+    """The SyntaxError of a cell for the ranks. IPython would show our frames with a subclass of SyntaxError.
 
     Attributes:
-        shown: The error itself, which IPython shows.
+        shown: The error itself.
     """
 
     def __init__(self, shown: SyntaxError) -> None:
-        super().__init__(*shown.args)
+        super().__init__(str(shown))
         self.shown = shown
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows for such an error in any cell. Called by IPython."""
+        shell: Any = get_ipython()
+        shown = self.shown
+        lines: list[str] = shell.SyntaxTB.structured_traceback(type(shown), shown, [])
+        return lines
 
-def show_syntax_error(shell: Any, kind: type, error: CellSyntaxError, trace: object, tb_offset: Any = None) -> None:
-    """Show the error without frames, as IPython shows that of any cell. Called by IPython."""
-    shown = error.shown
-    shell._showtraceback(type(shown), shown, shell.SyntaxTB.structured_traceback(type(shown), shown, []))
+
+CellSyntaxError.__name__ = SyntaxError.__name__
 
 
 def make_cell(

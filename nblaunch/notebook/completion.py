@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.getipython import get_ipython
 
 from nblaunch.engines import current
@@ -14,6 +13,7 @@ from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.launch.session import Session
 from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import goes_to_session
+from nblaunch.notebook.ipython_versions import Completion, as_matcher
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
 _VALUES = {
@@ -27,7 +27,7 @@ _WORDS = {"session": session_magics.SESSION_ACTIONS, "auto": ("on", "off")}
 """What follows an action."""
 
 
-@context_matcher()
+@as_matcher
 def complete_distributed(context: Any) -> dict[str, Any]:
     """Complete options and their values, as an IPython matcher."""
     line = context.line_with_cursor
@@ -45,7 +45,7 @@ def complete_distributed(context: Any) -> dict[str, Any]:
         choices = ACTIONS if len(words) == 2 else _WORDS.get(words[1], ())
     fitting = [choice for choice in choices if choice.startswith(token)]
     return {
-        "completions": [SimpleCompletion(choice, type="option") for choice in fitting],
+        "completions": [Completion(text=choice, type="option") for choice in fitting],
         "suppress": bool(fitting),
         "matched_fragment": token,
     }
@@ -117,7 +117,7 @@ def _names_of_ranks(context: Any) -> dict[str, Any]:
         return {"completions": []}
     names = session.complete(found[0])
     return {
-        "completions": [SimpleCompletion(name, type="rank") for name in names],
+        "completions": [Completion(text=name, type="rank") for name in names],
         "suppress": False,
         "matched_fragment": found[0],
     }

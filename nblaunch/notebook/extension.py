@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from typing import Any
 
@@ -12,7 +13,6 @@ from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import live_sessions
 from nblaunch.notebook import auto_cells
-from nblaunch.notebook.cells import CellSyntaxError, show_syntax_error
 from nblaunch.notebook.completion import Inspection, complete_distributed
 from nblaunch.notebook.magics import DistributedMagics, RankMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
@@ -30,6 +30,9 @@ def register_frontend(shell: Any) -> NotebookFrontend:
         return current
     notebook = NotebookFrontend(shell)
     frontend.register(notebook)
+    colab = sys.modules.get("google.colab.output")
+    if colab is not None:  # here, in the main thread: a thread that enables widgets enables its own displays alone
+        colab.enable_custom_widget_manager()
     shell.events.register(_HOOK, notebook.after_cell)
     return notebook
 
@@ -38,8 +41,6 @@ def load(shell: Any) -> None:
     """Register the magic and its completion, and let the engine prepare for the first launch."""
     register_frontend(shell)
     shell.register_magics(DistributedMagics, RankMagics)
-    if not shell.custom_exceptions:  # IPython has one handler: the user's stays
-        shell.set_custom_exc((CellSyntaxError,), show_syntax_error)
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
@@ -73,8 +74,6 @@ def unload(shell: Any) -> None:
         shell.events.unregister(_HOOK, current.after_cell)
         frontend.register(None)
     auto_cells.set_auto(shell, False)
-    if shell.custom_exceptions == (CellSyntaxError,):
-        shell.set_custom_exc((), None)
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "rank"), ("cell", "local")):
         shell.magics_manager.magics[kind].pop(name, None)
     matchers = _matchers(shell)

@@ -15,7 +15,6 @@ from IPython.core.magic import (
     line_cell_magic,
     magics_class,
     no_var_expand,
-    output_can_be_silenced,
 )
 from IPython.core.magic_arguments import argument, magic_arguments
 
@@ -32,6 +31,7 @@ from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.cells import make_cell, names_used
+from nblaunch.notebook.ipython_versions import output_can_be_silenced
 from nblaunch.notebook.magic_line import arguments_of, as_option, option_of, ranks_of, words_of
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload

@@ -203,9 +203,11 @@ class PanelView(View):
         """
         record = self._record()
         bundle: dict[str, Any] = {"text/plain": as_text(record), "text/html": as_html(record)}
+        metadata: dict[str, Any] = {}
         if self._widget is not None and not self._over.is_set():
-            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
-        self._display.show(bundle)
+            shown, metadata = self._widget._repr_mimebundle_()  # in Colab: where its page gets a widget manager
+            bundle[WIDGET] = shown[WIDGET]
+        self._display.show(bundle, metadata)
 
     def _record(self) -> Record:
         tails, outputs = self._feed.tails(_TAIL_LINES), self._outputs.for_record()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ class PanelScript(ipywidgets.Widget):  # type: ignore[misc]  # ipywidgets has no
     """The script and style sheet of all panels. It is never shown itself."""
 
     script = traitlets.Unicode().tag(sync=True)
-    style = traitlets.Unicode().tag(sync=True)
+    sheet = traitlets.Unicode().tag(sync=True)
 
     @classmethod
     def shared(cls) -> PanelScript:
@@ -33,7 +34,7 @@ class PanelScript(ipywidgets.Widget):  # type: ignore[misc]  # ipywidgets has no
         global _shared
         with _lock:
             if _shared is None or _shared.comm is None:
-                _shared = cls(script=script(), style=style())
+                _shared = cls(script=script(), sheet=style())
             return _shared
 
 
@@ -52,15 +53,21 @@ class PanelWidget(anywidget.AnyWidget):
     _esm = traitlets.Unicode().tag(sync=True)
     info = traitlets.Dict().tag(sync=True)
     script = traitlets.Unicode().tag(sync=True)
-    """Refers to the `PanelScript`."""
+    """Refers to the `PanelScript`, or is the script."""
+    sheet = traitlets.Unicode().tag(sync=True)
     is_prompt = True
     """Messages of the page may be handled at any time, in any thread: see `nblaunch.notebook.shell_channel`."""
     sent = traitlets.Int(0).tag(sync=True)
     """Messages sent so far, for a page that reloads the widget. Never sent on its own."""
 
     def __init__(self, info: PanelInfo, receive: Callable[[dict[str, Any]], None]) -> None:
-        shared = f"IPY_MODEL_{PanelScript.shared().model_id}"
-        super().__init__(_esm=loader(), info=to_content(info), script=shared)
+        if (
+            "google.colab.output" in sys.modules
+        ):  # each output is a page, which never finds a model that it asks for early
+            texts = {"script": script(), "sheet": style()}
+        else:
+            texts = {"script": f"IPY_MODEL_{PanelScript.shared().model_id}"}
+        super().__init__(_esm=loader(), info=to_content(info), **texts)
         self.on_msg(lambda widget, content, buffers: receive(content))
         answer_in_main_shell(self)
 

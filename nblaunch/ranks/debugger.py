@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
+from IPython.core import debugger as ipythons
 from IPython.core.debugger import Pdb
 
 from nblaunch.errors import text_of
@@ -35,6 +36,7 @@ _JOINED = frozenset({
     "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
 })  # fmt: skip
 """Calls that wait for the other ranks. ``backward`` does under DDP."""
+_TAKES_EXCEPTIONS = hasattr(ipythons, "CHAIN_EXCEPTIONS")  # from IPython 8.15 on: its command `exceptions`
 _PAUSES = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -78,6 +80,8 @@ class RankDebugger(Pdb):
             keyboard.complete = self._complete
             error = tb_or_exc if isinstance(tb_or_exc, BaseException) else None
             link.send(self._opened(frame, error))
+            if error is not None and not _TAKES_EXCEPTIONS:
+                tb_or_exc = error.__traceback__
             try:
                 super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
             except _Interrupted:

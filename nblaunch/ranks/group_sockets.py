@@ -66,11 +66,9 @@ def _connections(pid: int) -> list[tuple[int, Any, Any]]:
     import psutil
 
     try:
-        return [
-            (each.fd, _plain(each.laddr), _plain(each.raddr))
-            for each in psutil.Process(pid).net_connections(kind="tcp")
-            if each.raddr
-        ]
+        process = psutil.Process(pid)
+        connections = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        return [(each.fd, _plain(each.laddr), _plain(each.raddr)) for each in connections(kind="tcp") if each.raddr]
     except (psutil.Error, OSError):  # it has exited
         return []
 

@@ -172,9 +172,16 @@ def _take(cell: Cell, message: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def running_kernel(**env: str) -> Iterator[Kernel]:
-    """A kernel that is started now and asserted dead afterwards; launches are shown as text unless `env` says more."""
+def running_kernel(*command: str, **env: str) -> Iterator[Kernel]:
+    """A kernel that is started now and asserted dead afterwards; launches are shown as text unless `env` says more.
+
+    Args:
+        command: Starts it, followed by the file of its connection. Default: the kernel of this Python.
+        env: Added to its environment.
+    """
     manager = KernelManager(kernel_name="python3")
+    if command:
+        manager.kernel_spec.argv = [*command, "-f", "{connection_file}"]  # type: ignore[union-attr]
     manager.start_kernel(env={**os.environ, "NBLAUNCH_VIEW": "text", **env})
     client = manager.blocking_client()
     client.start_channels()

@@ -228,17 +228,6 @@ def test_a_syntax_error_is_shown_at_its_line(kernel: Kernel) -> None:
     )
 
 
-def test_a_syntax_error_handler_of_the_user_stays(kernel: Kernel) -> None:
-    kernel.run("%unload_ext nblaunch").check()
-    assert kernel.ask("get_ipython().custom_exceptions") == ()
-    kernel.run("get_ipython().set_custom_exc((LookupError,), lambda *error, tb_offset: print('mine'))").check()
-    kernel.run("%load_ext nblaunch").check()
-    try:
-        assert "mine" in kernel.run("{}['x']").text
-    finally:
-        kernel.run("get_ipython().set_custom_exc((), None)\n%reload_ext nblaunch").check()
-
-
 # ------------------------------------------------------------------ notebook syntax in a rank
 @pytest.mark.parametrize(
     ("body", "shown"),

@@ -23,7 +23,7 @@ async function modelOf(manager, id) {
 /** @param {any} shared */
 async function load(shared) {
   const sheet = document.createElement("style");
-  sheet.textContent = shared.get("style");
+  sheet.textContent = shared.get("sheet");
   document.head.append(sheet);
   const url = URL.createObjectURL(new Blob([shared.get("script")], { type: "text/javascript" }));
   return (await import(url).finally(() => URL.revokeObjectURL(url))).default;
@@ -31,7 +31,8 @@ async function load(shared) {
 
 /** @param {any} model of a panel */
 async function panelScript(model) {
-  const shared = await modelOf(model.widget_manager, String(model.get("script")).replace("IPY_MODEL_", ""));
+  const [, id] = String(model.get("script")).match(/^IPY_MODEL_(\w+)$/) ?? [];
+  const shared = id ? await modelOf(model.widget_manager, id) : model;
   const text = shared.get("script");
   let loaded = scripts.get(text);
   if (!loaded) scripts.set(text, (loaded = load(shared)));

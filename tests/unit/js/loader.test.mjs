@@ -27,7 +27,7 @@ URL.createObjectURL = (blob) => `data:text/javascript,${encodeURIComponent(blob.
 
 /** A widget manager whose model of the script appears after so many questions; older ones answer with undefined. */
 function managerOf(id, missing = 0, isOld = false) {
-  const shared = { get: (name) => ({ script: SCRIPT, style: ".nbl-root {}" })[name] };
+  const shared = { get: (name) => ({ script: SCRIPT, sheet: ".nbl-root {}" })[name] };
   return {
     async get_model(asked) {
       if (asked === id && missing-- <= 0) return shared;
@@ -63,6 +63,13 @@ for (const isOld of [false, true])
     await end();
     assert.deepEqual([...shown, ...(await loader.render({ model }))], ["late", "first", "second", "third", "no late"]);
   });
+
+test("a panel that carries the script asks for no model", async () => {
+  const model = new FakeModel({ manager: { get_model: () => assert.fail("asked") } });
+  Object.assign(model.state, { script: SCRIPT.replace("shown = []", "shown = ['own']"), sheet: "" });
+  loader.initialize({ model });
+  assert.equal((await loader.render({ model }))[0], "own");
+});
 
 test("without its script a panel fails, and does not wait forever", async (t) => {
   t.mock.method(globalThis, "setTimeout", (act) => queueMicrotask(act));
