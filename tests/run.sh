@@ -4,6 +4,7 @@
 #   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` one by one
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #   bash tests/run.sh --gpu           what needs a GPU, and nothing else: tests/gpu/README.md
+#   bash tests/run.sh --platforms     tests/platforms with each platform's own torch, and its Python if it is found (30 GB)
 #
 # notebooks/venv.sh says which variables choose the environment.
 set -euo pipefail
@@ -46,6 +47,13 @@ if [ "${1:-}" = --gpu ]; then
     use_venv gpu
     cd "$root"
     exec "$python" -m tests.gpu "$@"
+fi
+
+if [ "${1:-}" = --platforms ]; then
+    shift
+    use_venv test
+    cd "$root"
+    NBLAUNCH_REAL_PLATFORMS=1 exec "$python" -m pytest tests/platforms "$@"
 fi
 
 install_programs
