@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from ipykernel.zmqshell import ZMQDisplayPublisher
 
+from nblaunch.machine.server_cells import runs_on_server
+
 T = TypeVar("T")
 
 
@@ -28,9 +30,23 @@ class CellDisplay:
         self._context = contextvars.copy_context()
         self._id = uuid.uuid4().hex
         self.shown = False
+        self.is_append_only = runs_on_server(shell.kernel)
+        """Nothing that the cell shows can be replaced, and nothing can be added after its end."""
+        self._kinds: set[str] = set()
+        """MIME types and widgets that an append-only cell has been sent."""
 
     def show(self, bundle: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-        """Show this bundle, with the metadata of its parts, in place of the previous one."""
+        """Show this bundle, with the metadata of its parts, in place of the previous one.
+
+        An append-only cell shows it below the previous one, and only if it has a new MIME type or widget. There, the
+        panel's script alone keeps the record current: see ``static/record.js``.
+        """
+        if self.is_append_only:
+            kinds = {f"{mime} {value}" if isinstance(value, dict) else mime for mime, value in bundle.items()}
+            if kinds <= self._kinds:
+                return
+            self._kinds |= kinds
+            self.shown = False
         content = {"data": dict(bundle), "metadata": dict(metadata or {}), "transient": {"display_id": self._id}}
         kind = "update_display_data" if self.shown else "display_data"
         if not self.shown:

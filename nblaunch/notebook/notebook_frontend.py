@@ -25,6 +25,7 @@ from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
+from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.auto_cells import goes_to_session, paused, resume
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.session_display import SessionDisplay
@@ -61,8 +62,9 @@ class NotebookFrontend:
         return _cell_writer() if hasattr(self.shell, "kernel") else plain_writer()
 
     def shows_html(self) -> bool:
-        """Return True if a page shows this cell's output, and the user has not chosen text."""
-        return hasattr(self.shell, "kernel") and view_choice("auto") == "auto" and can_show_panels()
+        """Return True if a page shows this cell's output, also later, and the user has not chosen text."""
+        kernel = getattr(self.shell, "kernel", None)
+        return kernel is not None and not runs_on_server(kernel) and view_choice("auto") == "auto" and can_show_panels()
 
     def cell_label(self, filename: str) -> str:
         """Return ``Cell In[3]`` for the file name of a cell's code."""
