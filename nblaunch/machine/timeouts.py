@@ -233,6 +233,8 @@ SIGNAL_CHECK_INTERVAL_S = 0.5
 # ------------------------------------------------------------------ notebook
 PANEL_SHOW_DELAY_S = 0.1
 """A launch that ends sooner shows only its record, if the record holds everything."""
+PANEL_SHOWN_TIMEOUT_S = 5.0
+"""For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
 PANEL_SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 PANEL_HEARTBEAT_INTERVAL_S = 2.0

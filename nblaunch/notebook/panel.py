@@ -120,6 +120,7 @@ class PanelView(View):
         self._credit = _bytes_per_message()
         self._sent_at = 0.0
         self._is_retired = False
+        self._is_shown = threading.Event()
 
     # -------------------------------------------------------------- from the launch
     def on(self, event: Event) -> None:
@@ -128,6 +129,8 @@ class PanelView(View):
                 self._controls = controls
                 self._blocking = blocking and threading.current_thread() is threading.main_thread()
                 self._begun = time.monotonic()
+                if self._display.is_append_only and not self._blocking:
+                    _awaited.append(self._is_shown)
             case Started(info):
                 self._start(info)
             case RanksPlaced(workers):
@@ -208,6 +211,7 @@ class PanelView(View):
             shown, metadata = self._widget._repr_mimebundle_()  # in Colab: where its page gets a widget manager
             bundle[WIDGET] = shown[WIDGET]
         self._display.show(bundle, metadata)
+        self._is_shown.set()
 
     def _record(self) -> Record:
         tails, outputs = self._feed.tails(_TAIL_LINES), self._outputs.for_record()
@@ -421,9 +425,18 @@ class PanelView(View):
         widget.send(to_content(message), [data])
 
 
+def wait_for_panels() -> None:
+    """Wait for the panels of launches in the background, in a cell that can show nothing after its end."""
+    deadline = time.monotonic() + timeouts.PANEL_SHOWN_TIMEOUT_S
+    while _awaited:
+        _awaited.popleft().wait(max(0.0, deadline - time.monotonic()))
+
+
 def _bytes_per_message() -> float:
     return _MAX_BYTES_PER_S * timeouts.PANEL_SEND_INTERVAL_S
 
 
 _ended: deque[PanelView] = deque()
 """Live panels whose launch has ended, oldest first."""
+_awaited: deque[threading.Event] = deque()
+"""Set once the panel is shown: `wait_for_panels` waits for each."""

@@ -80,6 +80,12 @@ def test_a_server_gets_the_record_of_a_short_launch(served: Kernel) -> None:
     assert [kind for kind, _ in _displayed(cell)] == ["display_data"]
 
 
+def test_the_panel_of_a_background_launch_is_in_its_cell(served: Kernel, tmp_path: Path) -> None:
+    start = f"launch = notebook_launcher(waits, args=({str(tmp_path / 'go')!r},), num_processes=1, block=False)"
+    cell = served.run(f"{WAITS}\n{start}").check()
+    assert [(kind, WIDGET in bundle) for kind, bundle in _displayed(cell)] == [("display_data", True)]
+
+
 def test_texts_before_the_panel_are_shown_once(served: Kernel) -> None:
     cell = served.run(
         "from nblaunch.notebook.cell_display import CellDisplay\n"
