@@ -253,6 +253,8 @@ BUSY_STATUS_DURATION_S = 5.0
 """How long a page that connects, or gets a panel, has "busy" statuses: the threads that answer it report "idle"."""
 
 # ------------------------------------------------------------------ training
+APPENDED_LINE_INTERVAL_S = 10.0
+"""Between two lines of a run in the notebook's process, where a line cannot be replaced."""
 STOP_AGREEMENT_S = 2.0
 """For the ranks of an interrupted training run to agree on their last step; usually milliseconds."""
 STOP_STEP_S = 3.0

@@ -101,6 +101,20 @@ def test_texts_before_the_panel_are_shown_once(served: Kernel) -> None:
     ]
 
 
+def test_training_in_place_shows_its_begin_and_end(served: Kernel) -> None:
+    cell = served.run(
+        "import time\n"
+        "from nblaunch.training.trainer.fit_display import FitDisplay\n"
+        "display = FitDisplay(total=3, done=0)\n"
+        "for number in display.batches(range(3), 'epoch 1'):\n"
+        "    time.sleep(0.15)\n"  # longer than between two updates in a page
+        "    display.step(number + 1)\n"
+        "display.close()"
+    ).check()
+    shown = [(kind, bundle["text/plain"].split(" · ")[1]) for kind, bundle in _displayed(cell)]
+    assert shown == [("display_data", "step 0 of 3"), ("display_data", "step 3 of 3")]
+
+
 def test_a_session_says_its_status_where_none_can_change(served: Kernel) -> None:
     cell = served.run("%distributed session -n 1").check()
     served.run("%distributed session stop").check()

@@ -12,6 +12,7 @@ from typing import Any
 
 from nblaunch.errors import warn
 from nblaunch.machine import timeouts
+from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.ranks.report import Progress, current, mark_best, progress, report
 from nblaunch.training.topology import world
 
@@ -95,15 +96,15 @@ class FitDisplay:
     def close(self) -> None:
         """Show the last state."""
         self._bar.close()
-        self._show(time.monotonic())
+        self._show(time.monotonic(), is_last=True)
 
-    def _show(self, now: float) -> None:
+    def _show(self, now: float, *, is_last: bool = False) -> None:
         if self._line is None:
             return
         self._shown = now
         steps = f"step {self._done}" + (f" of {self._total}" if self._total else "")
         parts = [self._desc, steps, _in_words(self._values), self._best, self._time(now - self._begin)]
-        self._line.show(" · ".join(part for part in parts if part))
+        self._line.show(" · ".join(part for part in parts if part), is_last=is_last)
 
     def _time(self, seconds: float) -> str:
         """Return the time that this run has taken, and how much is left by the steps that it has done."""
@@ -113,10 +114,11 @@ class FitDisplay:
 
 
 class _Line:
-    """A line of text in the notebook that can be replaced."""
+    """A line of text in the notebook that is replaced; where the server runs the cells, another one now and then."""
 
-    def __init__(self, publisher: Any) -> None:
-        self._publisher = publisher
+    def __init__(self, publisher: Any, *, is_append_only: bool = False) -> None:
+        self._publisher, self._is_append_only = publisher, is_append_only
+        self._due = 0.0
         self._transient = {"display_id": uuid.uuid4().hex}
         self._is_shown = False
 
@@ -125,9 +127,16 @@ class _Line:
         """Return a new line; None if this process is no notebook's kernel."""
         ipython = sys.modules.get("IPython")
         shell: Any = ipython.get_ipython() if ipython is not None else None
-        return cls(shell.display_pub) if hasattr(shell, "kernel") else None
+        if not hasattr(shell, "kernel"):
+            return None
+        return cls(shell.display_pub, is_append_only=runs_on_server(shell.kernel))
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, *, is_last: bool = False) -> None:
+        if self._is_append_only:
+            now = time.monotonic()
+            if now < self._due and not is_last:
+                return
+            self._due, self._is_shown = now + timeouts.APPENDED_LINE_INTERVAL_S, False
         self._publisher.publish({"text/plain": text}, transient=self._transient, update=self._is_shown)
         self._is_shown = True
 
