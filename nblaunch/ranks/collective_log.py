@@ -126,7 +126,7 @@ class CollectiveLog:
             size = (len(tensors), tensors[0].numel(), tensors[0].dtype) if tensors else ()
             seen, now = (name, file, line, size), time.monotonic_ns()
             group.time_ns = group.time_ns if is_transfer else now
-            if seen == group.call and self._rows is not None and self._rows.repeat(group.name, group.count, now):
+            if seen == group.call and self._rows is not None and self._rows.repeat(group.name, group.count, line, now):
                 return
             begun = Begun(group.count, line, now, group.name, group.members, name.lower(), _shown(*size), file)
             if self._rows is not None:

@@ -19,9 +19,8 @@ from nblaunch.wire.launch_files import collective_rows
 _ROW = struct.Struct("=Qqqq32s96s24s48s256s")
 """The fields of `Begun`, after the version: odd while the row is written, 0 before."""
 _VERSION = struct.Struct("=Q")
-_NUMBER = struct.Struct("=q")
-_COUNT_AT, _TIME_AT = 8, 24
-"""Where a row has them."""
+_NUMBERS = struct.Struct("=qqq")
+"""The fields after the version: the count, the line and the time."""
 ROWS = 8
 """Per rank: of the process groups that it has used last."""
 _BLOCK = _ROW.size * ROWS
@@ -127,23 +126,22 @@ class CollectiveRows:
         texts = (begun.group, begun.members, begun.call, begun.detail, begun.file)
         encoded = [text.encode(errors="replace") for text in texts]
         row = _ROW.pack(0, begun.count, begun.line, begun.time_ns, *encoded)
-        self._update(number, (_VERSION.size, row[_VERSION.size :]))
+        self._update(number, row[_VERSION.size :])
 
-    def repeat(self, group: str, count: int, time_ns: int) -> bool:
+    def repeat(self, group: str, count: int, line: int, time_ns: int) -> bool:
         """Write that a group has begun its last call again. Return False if another group was used since."""
         if self._map is None or os.getpid() != self._owner or next(reversed(self._groups), None) != group:
             return False
-        self._update(self._groups[group], (_COUNT_AT, _NUMBER.pack(count)), (_TIME_AT, _NUMBER.pack(time_ns)))
+        self._update(self._groups[group], _NUMBERS.pack(count, line, time_ns))
         return True
 
-    def _update(self, number: int, *parts: tuple[int, bytes]) -> None:
-        """Write parts of a row, each at its offset, under an odd version; then the next even one."""
+    def _update(self, number: int, fields: bytes) -> None:
+        """Write the first fields of a row under an odd version; then the next even one."""
         assert self._map is not None
         at, version = self._base + number * _ROW.size, self._versions[number] + 2
         self._versions[number] = version
         _VERSION.pack_into(self._map, at, version - 1)
-        for offset, part in parts:
-            self._map[at + offset : at + offset + len(part)] = part
+        self._map[at + _VERSION.size : at + _VERSION.size + len(fields)] = fields
         _VERSION.pack_into(self._map, at, version)
 
     def _free_row(self) -> int:
