@@ -135,10 +135,7 @@ class Worker(Protocol):
         """Return the output that the rank could not write so far."""
 
     def collectives(self) -> Sequence[Begun]:
-        """Return the last collective that the rank has begun in each process group, the latest first.
-
-        Empty before the first, and where torch (< 2.14) cannot say.
-        """
+        """Return the last collective that the rank has begun in each process group, the latest first."""
 
 
 # ------------------------------------------------------------------ the ranks of a group

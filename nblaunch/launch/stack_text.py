@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.machine.own_code import RANK_THREADS, RANK_WORKER, is_file, is_rank_runtime, is_users
+from nblaunch.machine.own_code import COLLECTIVE_LOG, RANK_THREADS, RANK_WORKER, is_file, is_rank_runtime, is_users
 from nblaunch.wire.messages import Source
 
 _MAX_LINE = 200
@@ -91,7 +91,7 @@ def frames_of(stacks: Sequence[Stack], thread: str) -> tuple[Frame, ...]:
 
 def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
     """Return True if the main thread's last call is in torch.distributed."""
-    frames = frames_of(stacks, main)
+    frames = [frame for frame in frames_of(stacks, main) if not is_file(frame.file, COLLECTIVE_LOG)]
     return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
 
 

@@ -10,6 +10,8 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The directory of nblaunch, with a separator at the end."""
 RANK_WORKER = os.path.join(PACKAGE, "ranks", "worker.py")
 """Its first frame is where a rank begins; older frames belong to the process that was forked."""
+COLLECTIVE_LOG = os.path.join(PACKAGE, "ranks", "collective_log.py")
+"""With torch < 2.14 its frames stand between torch.distributed's Python code and its C code."""
 RANK_THREADS = tuple(os.path.join(PACKAGE, "ranks", f"{name}.py") for name in ("stack_dumps", "kernel_channel"))
 """Their functions run in threads of their own, which dump stacks and read the kernel's messages."""
 

@@ -1,17 +1,20 @@
 """The collectives that a rank has begun, by process group, with the user's line of the last one.
 
 torch calls a hook before each collective of a process group, also for those of DDP's backward pass. Versions before
-2.14 have no such hook: there nothing is logged. Collectives of a thread of the user, such as one that saves a
-checkpoint, are not logged: the thread may be anywhere when the rank is looked at.
+2.14 have no such hook. There `install_kernels` adds kernels to torch's dispatcher, which every collective passes on its
+way to the backend. Collectives of a thread of the user, such as one that saves a checkpoint, are not logged: the thread
+may be anywhere when the rank is looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -22,6 +25,10 @@ from nblaunch.wire.session_messages import CollectivesBegun
 
 _HOOK_ID = 0x6E626C
 """Names our hook in a group."""
+_KERNELS: list[Any] = []
+"""Keeps the kernels of `install_kernels` registered."""
+_CALL = re.compile(r"allreduce|broadcast|reduce_scatter|reduce|allgather|gather|scatter|alltoall|\w*barrier|send|recv")
+"""What the hook calls an operator, whose name says more, such as ``_allgather_base_``."""
 _is_users = functools.lru_cache(maxsize=4096)(is_users)
 
 
@@ -52,6 +59,8 @@ class CollectiveLog:
         self._thread = 0
         self._rows: CollectiveRows | None = None
         self._default: _Group | None = None
+        self._groups: dict[str, _Group] = {}
+        """By name; none where torch has the hook."""
         self._uncertain = 0
         self._place = (0, 1)
         """The rank and the world size of the launch."""
@@ -75,6 +84,7 @@ class CollectiveLog:
     def end_groups(self) -> None:
         """Forget what was begun: the process groups are destroyed. Later ones have the same names."""
         self._default = None
+        self._groups = {}
         if self._rows is not None:
             self._rows.clear()
 
@@ -87,14 +97,16 @@ class CollectiveLog:
         """
         if not ranks:
             self.end_groups()
-        register = getattr(group, "register_pre_hook", None)
-        if register is None or self._rows is None:
+        if self._rows is None:
             return
         made = _Group(str(group.group_name), self._members(group, ranks))
         if not ranks:
             self._default = made
         self._rows.write(Begun(group=made.name, members=made.members))  # in place of a group that had the name
-        register(_HOOK_ID, functools.partial(self._note, made))
+        if hasattr(group, "register_pre_hook"):
+            group.register_pre_hook(_HOOK_ID, functools.partial(self._on_hook, made))
+        else:
+            self._groups[made.name] = made
 
     def _members(self, group: Any, ranks: Any) -> str:
         """Return the launch's ranks of a group, which differ from torch's where the user made a world of his own."""
@@ -104,12 +116,20 @@ class CollectiveLog:
             return UNKNOWN
         return fitting(in_ranges(ranks)) if ranks else ""
 
-    def _note(self, group: _Group, call: Any) -> None:
+    def _on_hook(self, group: _Group, call: Any) -> None:
+        self._note(group, _name_of(call.name), call.input_tensors or call.output_tensors)
+
+    def on_kernel(self, group: Any, name: str, tensors: list[Any]) -> None:
+        """Log a call that passes a kernel of `install_kernels`."""
+        found = self._groups.get(group.group_name)
+        if found is not None:
+            self._note(found, name, tensors)
+
+    def _note(self, group: _Group, name: str, tensors: list[Any]) -> None:
         """Log a call. Mostly it is the last one again: then only the count and the time change.
 
         Between two steps of a training loop the caches are cold, and each line here takes ten times as long.
         """
-        name = _name_of(call.name)
         frame: FrameType | None = sys._getframe().f_back
         is_other_threads = threading.get_ident() != self._thread and _is_of_user(threading.get_ident())
         is_transfer = name in POINT_TO_POINT
@@ -122,7 +142,6 @@ class CollectiveLog:
             while frame is not None and not _is_users(frame.f_code.co_filename):
                 frame = frame.f_back
             file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-            tensors = call.input_tensors or call.output_tensors
             size = (len(tensors), tensors[0].numel(), tensors[0].dtype) if tensors else ()
             seen, now = (name, file, line, size), time.monotonic_ns()
             group.time_ns = group.time_ns if is_transfer else now
@@ -150,3 +169,47 @@ def _shown(tensors: int = 0, numel: int = 0, dtype: Any = None) -> str:
 
 collective_log = CollectiveLog()
 """This process's."""
+
+
+def install_kernels() -> None:
+    """Have the dispatcher pass the collectives of this process and its forks to the log; for torch before 2.14.
+
+    The kernels have a key that no operator of torch.distributed uses, and pass each call on to the keys below. Wrapping
+    Python functions would miss what C++ code calls: DDP's collectives, and those of divided tensors. A call takes some
+    18 us more, where the hook takes 8 us more.
+    """
+    import torch
+
+    key = torch._C.DispatchKey.BackendSelect
+    below = torch._C._dispatch_keyset_full_after(key)
+    library = torch.library.Library("c10d", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("c10d::"):
+            operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            if any(argument.name == "process_group" for argument in operator._schema.arguments):
+                library.impl(operator, _kernel(operator, below), key.name, with_keyset=True)
+    _KERNELS.append(library)
+
+
+def _kernel(operator: Any, below: Any) -> Callable[..., Any]:
+    """Return what logs the calls of an operator, and passes them on."""
+    names = [argument.name for argument in operator._schema.arguments]
+    group_at = names.index("process_group")
+    inputs_at = next((at for at, name in enumerate(names) if name.startswith(("input", "tensors"))), None)
+    found = _CALL.search(operator._schema.name.removeprefix("c10d::"))
+    call = found[0].upper() if found else operator._schema.name
+    unbox = sys.modules["torch.distributed"].ProcessGroup.unbox
+    go_on = operator._handle.redispatch_boxed
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        with contextlib.suppress(Exception):  # logging must never fail a collective
+            tensors = [] if inputs_at is None else _flat(args[inputs_at]) or _flat(args[0])
+            collective_log.on_kernel(unbox(args[group_at]), call, tensors)
+        return go_on(keys & below, *args)
+
+    return kernel
+
+
+def _flat(tensors: Any) -> list[Any]:
+    """Return the tensors of an argument: one, a list, or a list of lists."""
+    return [each for some in tensors for each in _flat(some)] if isinstance(tensors, list) else [tensors]

@@ -11,7 +11,7 @@ import traceback
 from typing import Any, Literal
 
 from nblaunch.errors import PayloadError, text_of
-from nblaunch.machine.own_code import PACKAGE, is_rank_runtime, is_users, users_part
+from nblaunch.machine.own_code import COLLECTIVE_LOG, PACKAGE, is_file, is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, GpuMemory
 
@@ -140,6 +140,8 @@ def _collective(error: BaseException) -> str:
     """
     name = own = last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
+        if is_file(frame.f_code.co_filename, COLLECTIVE_LOG):
+            continue
         caller, last = last, frame.f_code.co_filename.replace("\\", "/")
         function = frame.f_code.co_name
         if "torch/distributed/" in last:

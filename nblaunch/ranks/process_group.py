@@ -30,7 +30,7 @@ from urllib.parse import urlparse
 from nblaunch.errors import RankError
 from nblaunch.machine import timeouts
 from nblaunch.ranks import group_sockets
-from nblaunch.ranks.collective_log import collective_log
+from nblaunch.ranks.collective_log import collective_log, install_kernels
 from nblaunch.ranks.fork_guard import guard
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def install() -> None:
     make = getattr(module, "_new_process_group_helper", None)
     if make is not None:
         module._new_process_group_helper = _watching(make)
+    if not hasattr(dist.ProcessGroup, "register_pre_hook"):
+        install_kernels()
 
 
 def find_backends() -> None:
@@ -141,9 +143,7 @@ def _limit(world: World) -> float | None:
     Where the user may debug, the kernel ends a task that gets no further in place of torch, if it sees that ranks wait
     in a collective. It does not with NCCL, whose calls return at once.
     """
-    import torch.distributed as dist
-
-    if not (world.waits_for_user and hasattr(dist.ProcessGroup, "register_pre_hook")):
+    if not world.waits_for_user:
         return None
     return timeouts.COLLECTIVE_TIMEOUT_S if "nccl" in world.backend else timeouts.DEBUGGED_COLLECTIVE_TIMEOUT_S
 

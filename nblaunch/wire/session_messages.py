@@ -33,7 +33,7 @@ class CollectivesBegun:
     uncertain: int = 0
     """Operations of this task that the numbers do not show: point-to-point, of other groups, or of user threads."""
     is_counted: bool = False
-    """Whether collectives are counted: torch < 2.14 cannot."""
+    """Whether there is such a group."""
 
 
 @dataclass(frozen=True, slots=True)

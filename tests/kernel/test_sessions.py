@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import ProcessGroup
 
 from nblaunch.launch.output.terminal_lines import without_colours
 from tests.conftest import command_of, eventually, leaving_nothing, marked_processes
@@ -668,11 +667,10 @@ def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None
     kernel.run("%distributed session regroup").check()
     kernel.run("%%distributed\nown = dist.new_group()").check()
     assert kernel.run("%%distributed\nt = torch.ones(1)\n1 / 0").error.startswith("ZeroDivisionError")
-    if hasattr(ProcessGroup, "register_pre_hook"):
-        assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
-        cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
-        assert cell.error.startswith("ZeroDivisionError")
-        assert re.search(r"\bown\b.*: made for the process group that was replaced. Create it again, as in", cell.text)
+    assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
+    cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
+    assert cell.error.startswith("ZeroDivisionError")
+    assert re.search(r"\bown\b.*: made for the process group that was replaced. Create it again, as in", cell.text)
     kernel.run("%%distributed\ndel own").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -723,8 +721,7 @@ def test_an_interrupted_question_frees_its_collective(kernel: Kernel) -> None:
 def test_a_question_may_begin_a_collective_on_one_rank(kernel: Kernel) -> None:
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
     kernel.run("s.pull('bool(dist.all_reduce(torch.ones(4), async_op=True))', ranks=[0])").check()
-    if hasattr(ProcessGroup, "register_pre_hook"):
-        assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
     kernel.run("%distributed session regroup").check()
 
 
@@ -748,10 +745,9 @@ def test_collectives_that_some_ranks_alone_have_begun_are_named(kernel: Kernel) 
     cell = kernel.run(
         "%%distributed\nt = torch.ones(4)\nif rank == 0:\n    work = dist.all_reduce(t, async_op=True)"
     ).check()
-    if hasattr(ProcessGroup, "register_pre_hook"):
-        assert "rank 0 called 1 in this group, the last all_reduce #1 (4 float32, Cell In[" in cell.text
-        assert "], line 4); rank 1 called none." in cell.text
-        assert on_ranks(kernel, "a = torch.ones(1) * 5\ndist.all_reduce(a)\na.item()") == [10.0, 10.0]
+    assert "rank 0 called 1 in this group, the last all_reduce #1 (4 float32, Cell In[" in cell.text
+    assert "], line 4); rank 1 called none." in cell.text
+    assert on_ranks(kernel, "a = torch.ones(1) * 5\ndist.all_reduce(a)\na.item()") == [10.0, 10.0]
     kernel.run("%distributed session regroup").check()
     ddp = "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\nddp(torch.ones(2)).sum().backward()"
     sends = "dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import nblaunch
+from nblaunch.engines import generations
+from nblaunch.engines.generations import servers
 from nblaunch.errors import CollectiveError, LaunchTimeoutError
 from nblaunch.launch.failures import describe
 from nblaunch.launch.frontend import ScriptFrontend
@@ -24,9 +26,18 @@ from nblaunch.machine import timeouts
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(ProcessGroup, "register_pre_hook"), reason="torch < 2.14 cannot say which collective a rank has begun"
-)
+_WAYS = ["kernels", "hook"] if hasattr(ProcessGroup, "register_pre_hook") else ["kernels"]
+"""How ranks log their collectives: torch has a hook from 2.14 on."""
+
+
+@pytest.fixture(scope="module", autouse=True, params=_WAYS)
+def _way(request: pytest.FixtureRequest, _marked: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param != _WAYS[-1]:
+            monkeypatch.setattr(generations, "_PRELOAD", ("tests.processes.without_hook", *generations._PRELOAD))
+        servers.stop()
+        yield
+        servers.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -191,11 +202,18 @@ def a_first_backward_alone(rank: int) -> None:
         model(torch.ones(1, 4)).sum().backward()
 
 
-def test_a_first_backward_that_a_finished_rank_misses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_blocking_call_alone(rank: int) -> None:
+    """Unlike other collectives, which are begun and then waited for."""
+    if rank == 0:
+        dist.monitored_barrier()
+
+
+@pytest.mark.parametrize("function", [a_first_backward_alone, a_blocking_call_alone])
+def test_a_wait_for_a_finished_rank_ends(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "ABANDONED_S", 1.0)
     with nblaunch.session(2, name="alone") as session:
         with pytest.raises(CollectiveError, match="rank 0 waited in a collective for rank 1, which had finished"):
-            session.run(a_first_backward_alone, view="none", timeout=60.0)
+            session.run(function, view="none", timeout=60.0)
         session.run(agreed, view="none")
 
 

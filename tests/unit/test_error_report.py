@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import text_of
-from nblaunch.machine.own_code import PACKAGE, RANK_WORKER
+from nblaunch.machine.own_code import COLLECTIVE_LOG, PACKAGE, RANK_WORKER
 from nblaunch.ranks.error_report import describe, unsendable_result
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
@@ -201,6 +201,7 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection 
     [
         (RuntimeError(CLOSED), [CELL, (LOGGER, "wrapper"), (COLLECTIVES, "all_reduce")], "all_reduce"),
         (RuntimeError("anything"), [CELL, (LOGGER, "wrapper"), (COLLECTIVES, "barrier")], "barrier"),
+        (RuntimeError("x"), [CELL, (COLLECTIVES, "barrier"), (COLLECTIVE_LOG, "kernel")], "barrier"),
         (
             RuntimeError("x"),
             [CELL, (COLLECTIVES, "all_gather_object"), (COLLECTIVES, "all_gather")],
