@@ -129,6 +129,17 @@ def test_stop_reaches_ranks_while_the_cell_runs(page: Page) -> None:
     page.end_subshells()
 
 
+def test_ranks_that_wait_are_explained(kernel: Kernel) -> None:
+    kernel.run(
+        "from nblaunch.machine import timeouts; timeouts.STUCK_AFTER_S = 1.0; timeouts.STUCK_POLL_S = 0.2"
+    ).check()
+    cell = kernel.run(
+        "%%distributed -n 2 --view text --timeout 4\nif rank == 0:\n    dist.barrier()\nelse:\n    waits()"
+    )
+    assert "rank 0 waits in barrier" in cell.text
+    assert "line 3" in cell.text
+
+
 def test_an_interrupt_ends_the_launch(kernel: Kernel) -> None:
     request = kernel.start_cell("notebook_launcher(waits, num_processes=2, view='text')")
     kernel.finish_cell(request, until="[rank 1] waiting")

@@ -30,10 +30,14 @@ _WAYS = ["kernels", "hook"] if hasattr(ProcessGroup, "register_pre_hook") else [
 """How ranks log their collectives: torch has a hook from 2.14 on."""
 
 
-@pytest.fixture(scope="module", autouse=True, params=_WAYS)
-def _way(request: pytest.FixtureRequest, _marked: None) -> Iterator[None]:
+_BOTH_WAYS = pytest.mark.parametrize("way", _WAYS, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def way(request: pytest.FixtureRequest, _marked: None) -> Iterator[None]:
+    """How ranks log; by the hook, if there is one, unless the test is marked with `_BOTH_WAYS`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param != _WAYS[-1]:
+        if getattr(request, "param", _WAYS[-1]) != _WAYS[-1]:
             monkeypatch.setattr(generations, "_PRELOAD", ("tests.processes.without_hook", *generations._PRELOAD))
         servers.stop()
         yield
@@ -155,6 +159,7 @@ def test_the_wait_is_explained_and_in_the_timeouts_error(
     assert shown.count("Waiting for") == 1
 
 
+@_BOTH_WAYS
 def test_the_error_names_calls_that_differ(launch: Launcher) -> None:
     table = r"(?s)the ranks called different collectives.*\n +0 +all_reduce +\d float32 .*, line \d+\n +1 +all_reduce"
     with pytest.raises(CollectiveError, match=table) as caught:
@@ -181,6 +186,7 @@ def test_a_ranks_usual_lag_is_told(launch: Launcher) -> None:
         launch(a_straggler, view="none", timeout=12.0, stop_grace=0.1)
 
 
+@_BOTH_WAYS
 def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "COLLECTIVE_TIMEOUT_S", 2.0)
     with pytest.raises(CollectiveError, match=r"(?s)was stopped:.*rank 0 waits in barrier #2") as caught:
@@ -209,6 +215,7 @@ def a_blocking_call_alone(rank: int) -> None:
 
 
 @pytest.mark.parametrize("function", [a_first_backward_alone, a_blocking_call_alone])
+@_BOTH_WAYS
 def test_a_wait_for_a_finished_rank_ends(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "ABANDONED_S", 1.0)
     with nblaunch.session(2, name="alone") as session:
