@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.machine import sealed_files
+from nblaunch.machine.sealed_files import Draft
 from nblaunch.wire.delivery import Part
 from nblaunch.wire.link_messages import Blob, BlobPart
 
@@ -18,8 +19,7 @@ PART_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class _Arriving:
-    fd: int
-    in_memory: bool
+    draft: Draft
     offsets: set[int] = field(default_factory=set)
     """Of the parts that have arrived: one may come twice, if two launches send the same data."""
     received: int = 0
@@ -40,11 +40,11 @@ class BlobStore:
         if part.key in self._complete:
             return False
         if part.key not in self._arriving:
-            self._arriving[part.key] = _Arriving(*sealed_files.create())
+            self._arriving[part.key] = _Arriving(sealed_files.create(part.size))
         blob = self._arriving[part.key]
         if part.offset in blob.offsets:
             return False
-        written = os.pwrite(blob.fd, data, part.offset)
+        written = os.pwrite(blob.draft.fd, data, part.offset)
         if written < len(data):
             raise OSError(errno.ENOSPC, "there is no room for what the notebook sends")
         blob.offsets.add(part.offset)
@@ -52,7 +52,7 @@ class BlobStore:
         if blob.received < part.size:
             return False
         del self._arriving[part.key]
-        self._complete[part.key] = sealed_files.seal(blob.fd, blob.in_memory)
+        self._complete[part.key] = blob.draft.seal()
         return True
 
     def adopt(self, blob: Blob) -> bool:
@@ -83,7 +83,7 @@ class BlobStore:
             if key in self._complete:
                 os.close(self._complete.pop(key))
             if key in self._arriving:
-                os.close(self._arriving.pop(key).fd)
+                self._arriving.pop(key).draft.close()
 
     def drop_of(self, prefix: str) -> None:
         """Forget the blobs whose keys begin so."""

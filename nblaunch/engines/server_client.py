@@ -10,17 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO
 
 from nblaunch.engines.grandchild import ServerProcess
 from nblaunch.engines.import_environment import Where
 from nblaunch.errors import StartError
-from nblaunch.machine import named_resources, processes, timeouts
+from nblaunch.machine import named_resources, processes, sealed_files, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import ONE_THREAD, installed_now, installed_path
 from nblaunch.wire.channel import Channel, channel_pair, readable
@@ -247,6 +246,4 @@ class ForkServer:
 
 def _errors_file() -> IO[bytes]:
     """Open an unnamed file for a server's stderr."""
-    if hasattr(os, "memfd_create"):  # needs no temporary directory
-        return os.fdopen(os.memfd_create("nblaunch-stderr", os.MFD_CLOEXEC), "w+b")
-    return cast("IO[bytes]", tempfile.TemporaryFile())
+    return os.fdopen(sealed_files.create(name="nblaunch-stderr").leave_writable(), "w+b")

@@ -20,7 +20,7 @@ _MIN_FILE_BYTES = 1 << 20
 what receivers get must not depend on what else is sent."""
 _MAX_FILES = 16
 """Each holds a descriptor. Files that may be written to are not limited: a copy would lose the writes."""
-_NO_FILES = ("/memfd:", "/dev/shm/torch_", "/dev/zero")
+_NO_FILES = ("/memfd:", "/dev/shm/nblaunch-", "/dev/shm/torch_", "/dev/zero")
 """How the names of mappings begin that no user has opened: segments, torch's shared memory, anonymous memory."""
 _PAGE = mmap.PAGESIZE
 

@@ -225,13 +225,19 @@ def _find_room(more: int, size: int, folder: Path) -> Path | None:
         folder: The alternative to memory.
     """
     memory = _memory_short_of(more)
-    if memory is None:
+    if memory is None and sealed_files.fits(size):
         return None
-    disk = 0 if _is_memory(folder) else shutil.disk_usage(folder).free
+    disk = 0 if memory is not None and _is_memory(folder) else shutil.disk_usage(folder).free
     if size <= disk - _RESERVE_BYTES:
         return folder
-    free = f"{in_words(memory)} of memory are free, and {in_words(disk)} of disk in {folder}"
-    raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {free}")
+    free = (
+        "this system refuses memfd_create, and /dev/shm is too small"
+        if memory is None
+        else f"{in_words(memory)} of memory are free"
+    )
+    raise NoRoomError(
+        errno.ENOMEM, f"there is no room for {in_words(size)}: {free}, and {in_words(disk)} of disk in {folder}"
+    )
 
 
 def _is_memory(folder: Path) -> bool:
@@ -294,16 +300,16 @@ def _write_segment(
         step = _PAGE if region.size >= _PAGED_BYTES else ALIGNMENT
         offsets.append(size + (region.address - size) % step)
         size = offsets[-1] + region.size
-    fd, in_memory = sealed_files.create(folder)
+    draft = sealed_files.create(size, folder)
     try:
-        os.ftruncate(fd, size)
+        os.ftruncate(draft.fd, size)
         for region, offset in zip(regions, offsets, strict=True):
-            _copy(region, fd, offset, in_memory and is_replaced(region))
-        fd = sealed_files.seal(fd, in_memory)
+            _copy(region, draft.fd, offset, draft.in_memory and is_replaced(region))
+        fd = draft.seal()
     except BaseException:
-        os.close(fd)
+        draft.close()
         raise
-    return Segment(fd, size, in_memory), offsets
+    return Segment(fd, size, draft.in_memory), offsets
 
 
 def _copy(region: Region, fd: int, offset: int, replace: bool) -> None:

@@ -480,7 +480,7 @@ def _reduce_lock(lock: Any, sink: BufferSink | None) -> Reduced:
         children = [each for each in multiprocessing.active_children() if "Manager" not in each.name]
         if any(isinstance(each, context.ForkProcess) for each in children):
             raise RefusedError(lock, "which processes that the notebook has forked may share already", advice)
-        _pages[lock] = _Page(sealed_files.create()[0])
+        _pages[lock] = _Page(sealed_files.create(mmap.PAGESIZE).leave_writable())
         segments.move_page(semaphore.handle, _pages[lock].fd)
     page = _Descriptor(_pages[lock].fd, sink)
     return _lock, (type(lock), semaphore.kind, semaphore.maxvalue, None, page)

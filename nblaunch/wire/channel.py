@@ -212,13 +212,13 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 # ------------------------------------------------------------------ blobs
 def write_blob(*parts: bytes | bytearray | memoryview) -> int:
     """Return a descriptor of an anonymous, sealed file that holds these bytes."""
-    fd, in_memory = sealed_files.create()
+    views = [memoryview(part).cast("B") for part in parts]
+    draft = sealed_files.create(sum(map(len, views)))
     try:
-        for part in parts:
-            view = memoryview(part).cast("B")
+        for view in views:
             while view:
-                view = view[os.write(fd, view[: 1 << 30]) :]
-        return sealed_files.seal(fd, in_memory)
+                view = view[os.write(draft.fd, view[: 1 << 30]) :]
+        return draft.seal()
     except BaseException:
-        os.close(fd)
+        draft.close()
         raise

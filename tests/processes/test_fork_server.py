@@ -346,10 +346,10 @@ def test_a_variable_that_no_process_can_be_given_is_named(own: Servers, monkeypa
 
 
 def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> NoReturn:
+    def refuse(**_: object) -> NoReturn:
         raise FileNotFoundError("no usable temporary directory")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
     server = ForkServer(())
     try:
         assert server.ready().problem == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pickle
 import resource
@@ -11,15 +12,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nblaunch.machine import sealed_files
 from nblaunch.wire import messages
 from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, write_blob
 from nblaunch.wire.messages import Done, Interrupted, Running, Source
@@ -311,7 +315,34 @@ def test_without_anonymous_memory_a_blob_is_an_unlinked_file(monkeypatch: pytest
     assert os.fstat(fd).st_nlink == 0
     assert _read(fd) == b"data"
     assert not os.get_inheritable(fd)
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fd, b"x")
     os.close(fd)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EACCES])
+def test_refused_anonymous_memory_is_replaced(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for free, folder in ((100, "/dev/shm"), (99, tempfile.gettempdir())):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("nblaunch.machine.sealed_files.shutil.disk_usage", lambda path, usage=usage: usage)
+        fd = sealed_files.create(50).leave_writable()
+        assert os.fstat(fd).st_dev == os.stat(folder).st_dev
+        os.write(fd, b"x")
+        os.close(fd)
+
+
+def test_a_limit_of_open_files_is_no_reason_for_a_file_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        sealed_files.create()
 
 
 def test_a_blob_that_cannot_be_written_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import PayloadError
-from nblaunch.machine import segments
+from nblaunch.machine import sealed_files, segments
 from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
@@ -968,6 +968,19 @@ def test_no_room_at_all_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
     with pytest.raises(NoRoomError, match=r"no room for 524 KB: 12 MB of memory are free, and .* of disk in "):
         packed(large(), folder=tmp_path)
+
+
+def test_a_large_file_needs_room_where_memory_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(sealed_files, "_MAX_SHARE", 1 << 60)
+    data = large()
+    placed = dict(segments.write([Region(data.data_ptr(), 1000)], tmp_path))
+    assert not any(each.segment.in_memory for each in placed.values())
+    monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(NoRoomError, match=r"no room for 524 KB: this system refuses memfd_create, and /dev/shm is too"):
+        packed(data, folder=tmp_path)
 
 
 def test_a_thinned_out_view_is_not_copied_where_there_is_no_room(
