@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-import psutil
-
+from nblaunch.machine import processes
 from nblaunch.machine.usage import Sampler, Usage
 
 
@@ -26,7 +25,7 @@ class LocalSampler:
     def sample(self, ranks: Collection[int]) -> list[Usage]:
         """Return the usage of those of these ranks that have a process."""
         pids = {rank - self._first: self._pid_of(rank) for rank in ranks}
-        usage = self._sampler.sample({local: pid for local, pid in pids.items() if pid and psutil.pid_exists(pid)})
+        usage = self._sampler.sample({local: pid for local, pid in pids.items() if pid and processes.alive(pid)})
         return [replace(each, rank=each.rank + self._first) for each in usage]
 
     def close(self) -> None:

@@ -68,9 +68,10 @@ class AgentActor:
 
     def run(self, python: str, boot_line: str) -> tuple[str, int, str]:
         """Run an agent until it exits; return the node's host name, the status, and the end of the agent's stderr."""
-        with open("/proc/self/environ", "rb") as file:
+        born = {}
+        with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:  # no /proc
             pairs = [os.fsdecode(pair).partition("=") for pair in file.read().split(b"\0") if pair]
-        born = {name: value for name, _, value in pairs}
+            born = {name: value for name, _, value in pairs}
         env = dict(os.environ)  # with the accelerators that this actor may use
         for name in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT"):  # set in every worker; ranks have their own
             env.pop(name, None)

@@ -7,11 +7,10 @@ each step, and the next step faults every page in again, which zeroes it: 5 to 2
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Mapping
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.limits import memory_left
+from nblaunch.machine.limits import memory_left, physical_memory
 from nblaunch.machine.memory_maps import anonymous_memory
 from nblaunch.machine.processes import LINUX
 
@@ -78,7 +77,7 @@ def keep_freed_memory(processes: int, *, in_thread: bool = False) -> None:
     _mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
     if in_thread:
         _mallopt(_M_TOP_PAD, _ARENA_BYTES)
-    memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_left())
+    memory = min(physical_memory(), memory_left())
     _mallopt(_M_TRIM_THRESHOLD, kept_bytes(processes, memory))
 
 

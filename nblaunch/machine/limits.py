@@ -21,7 +21,16 @@ def free_memory() -> int:
     """Return the bytes that this process may still allocate, on the machine and within its cgroups' limits."""
     import psutil  # not at the top: a rank that sends little never needs it
 
-    return max(0, min(int(psutil.virtual_memory().available), memory_left()))
+    try:
+        available = int(psutil.virtual_memory().available)
+    except OSError:  # no /proc/meminfo, as where /proc has subset=pid
+        available = physical_memory()
+    return max(0, min(available, memory_left()))
+
+
+def physical_memory() -> int:
+    """Return the bytes of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def remedy(error: OSError) -> str:

@@ -68,12 +68,13 @@ def mappings() -> Iterator[Mapped]:
 
 
 def anonymous_memory() -> list[tuple[int, int]]:
-    """Return the writable mappings of this process without a file; adjacent ones as one."""
+    """Return the writable mappings of this process without a file, adjacent ones as one; none if unknown."""
     found: list[tuple[int, int]] = []
-    for begin, end, mode, _, (_, inode), name in mappings():
-        if mode == "rw-p" and not inode and name in ("", "[heap]"):
-            joined = found.pop()[0] if found and found[-1][1] == begin else begin  # NumPy requests huge pages in parts
-            found.append((joined, end))
+    with contextlib.suppress(OSError):  # no /proc
+        for begin, end, mode, _, (_, inode), name in mappings():
+            if mode == "rw-p" and not inode and name in ("", "[heap]"):
+                joined = found.pop()[0] if found and found[-1][1] == begin else begin  # NumPy has huge pages in parts
+                found.append((joined, end))
     return found
 
 

@@ -1,7 +1,7 @@
 """The operating system's services for processes: death signals, subreapers, pidfds, descendants, descriptors.
 
-Linux has all of them. Elsewhere a function's return value says that it failed, and the reaper falls back to process
-groups and polling.
+Linux has all of them. Elsewhere, or in a container without /proc or some system calls, a function's return value says
+that it failed, and the reaper falls back to process groups and polling.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
 """Errors of a write that has no disk: it is full, over a quota or limit, or gone."""
 LINUX = sys.platform == "linux"
+LISTS_PROCESSES = os.path.exists("/proc/self/stat")
+"""Whether the descendants of a process can be found: on Linux with a /proc."""
 _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -113,7 +115,7 @@ def thread_count() -> int:
 def parents_of_all() -> dict[int, int]:
     """Return the parent of every process, by pid; empty if there is no /proc."""
     parents: dict[int, int] = {}
-    if not LINUX:
+    if not LISTS_PROCESSES:
         return parents
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from nblaunch.machine.processes import LISTS_PROCESSES
+
 _log = logging.getLogger(__name__)
 
 
@@ -100,6 +102,8 @@ class Sampler:
 def _groups(leaders: Collection[int]) -> dict[int, list[int]]:
     """Return the processes of each leader's group."""
     groups: dict[int, list[int]] = {leader: [] for leader in leaders}
+    if not LISTS_PROCESSES:
+        return {leader: [leader] for leader in leaders}
     for pid in psutil.pids():
         with suppress(OSError):
             members = groups.get(os.getpgid(pid))

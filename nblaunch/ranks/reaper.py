@@ -196,8 +196,8 @@ class _Reaper:
         elif isinstance(message, EndGroup):
             self.keeps = False
         elif isinstance(message, SendSignal):
-            # On Linux the sweep finds the rest of the group, and leaves resource trackers time to unlink.
-            is_for_group = message.group and not processes.LINUX
+            # If it lists processes, the sweep finds the rest of the group, and leaves resource trackers time to unlink.
+            is_for_group = message.group and not processes.LISTS_PROCESSES
             for pid, rank in self.ranks.items():
                 if rank == message.rank:
                     processes.kill(pid, message.signum)
@@ -274,7 +274,7 @@ class _Reaper:
         for pid, returncode in self.children.ended():
             rank = self.ranks.pop(pid, None)
             if rank is not None:
-                if not processes.LINUX:  # on Linux the sweep finds the rank's orphans
+                if not processes.LISTS_PROCESSES:  # else the sweep finds the rank's orphans
                     processes.kill(pid, signal.SIGKILL, group=True)
                 if self.keeps:
                     self.kill_orphans()
@@ -317,7 +317,7 @@ def kill_descendants(
     trackers_kill_time = deadline - timeouts.TRACKER_KILL_TIMEOUT_S
     trackers_busy = time.monotonic()  # when a process that trackers may serve was last seen
     while spare is not None or processes.has_children():
-        if not processes.LINUX:
+        if not processes.LISTS_PROCESSES:
             for pid in groups:
                 processes.kill(pid, signal.SIGKILL, group=True)
         left = processes.descendants(os.getpid(), spare)
@@ -334,7 +334,7 @@ def kill_descendants(
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if not left and (processes.LINUX or not groups):
+        if not left and (processes.LISTS_PROCESSES or not groups):
             return []
         if time.monotonic() > deadline:
             return left

@@ -61,3 +61,11 @@ def run_in(container: Sequence[str], folder: Path) -> dict[str, Any]:
 )
 def test_a_container_may_refuse_memory_files(container: Sequence[str], tmp_path: Path) -> None:
     assert run_in(container, tmp_path) == ALL
+
+
+def test_proc_may_have_processes_only(tmp_path: Path) -> None:
+    assert run_in(mounted("mount -t proc -o subset=pid proc /proc"), tmp_path) == ALL
+
+
+def test_there_may_be_no_proc(tmp_path: Path) -> None:
+    assert run_in(mounted("mount -t tmpfs tmpfs /proc"), tmp_path) == {**ALL, "memory": False}

@@ -135,3 +135,11 @@ def test_the_remedy_suits_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ": the environment variable A_LONG_ONE has 100,000 characters: del os.environ['A_LONG_ONE']"
     assert limits.remedy(OSError(errno.EMFILE, "too many")).endswith("(ulimit -u, ulimit -n)")
     assert limits.remedy(OSError(errno.ENOSPC, "full")) == ""
+
+
+def test_without_proc_the_machines_memory_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", refuse)
+    assert 0 < free_memory() <= limits.physical_memory()
