@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import IO
 
@@ -61,8 +61,13 @@ class CommandStarter:
         self._reported: Command | None = None
         """What `problem` has returned the reason of."""
 
-    def run(self, commands: Sequence[Command], boot: Boot) -> None:
+    def run(self, commands: Sequence[Command], boot: Boot, env: Mapping[str, str] | None = None) -> None:
         """Start the commands.
+
+        Args:
+            commands: What to start.
+            boot: What agents read from stdin.
+            env: The commands' environment. Default: that of this process.
 
         Raises:
             StartError: One cannot be started.
@@ -76,6 +81,7 @@ class CommandStarter:
                         stdin=subprocess.PIPE,
                         stdout=subprocess.DEVNULL,
                         stderr=errors,
+                        env=env,
                         start_new_session=True,  # the notebook's Interrupt is not for it
                     )
                 except OSError as error:

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
-from nblaunch.errors import ArgumentError, StartError
+from nblaunch.errors import ArgumentError, StartError, warn
 from nblaunch.machine import munge, timeouts
+from nblaunch.machine.slurm_variables import TASKS_PER_GPU, memory_conflict
 from nblaunch.wire.link_messages import Boot
 
 _OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
@@ -89,6 +90,14 @@ class SlurmStarter(CommandStarter):
         within = ["--overlap", f"--jobid={self._allocation}"] if self._allocation else [f"--job-name={self._job_name}"]
         nodes = [f"--nodes={self.count}", f"--ntasks={self.count}", "--ntasks-per-node=1"]
         self._state, self._is_queued = "", not self._allocation
+        conflict = memory_conflict(os.environ, self._words)
+        if conflict:
+            given = f"job {self._allocation} has" if self._allocation else "is the partition's default"
+            warn(
+                f"srun refuses {' beside '.join(conflict)} in the notebook's environment: without them, ranks get the "
+                f"memory that {given}. To choose it: engine='slurm --mem=...' or '--mem-per-cpu=...'",
+                once="SLURM_MEM",
+            )
         self.run(
             [
                 Command(
@@ -98,6 +107,7 @@ class SlurmStarter(CommandStarter):
                 )
             ],
             boot,
+            {name: value for name, value in os.environ.items() if name not in (*conflict, *TASKS_PER_GPU)},
         )
 
     def state(self) -> str:

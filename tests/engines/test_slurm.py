@@ -77,6 +77,19 @@ def test_the_notebooks_own_allocation_is_used(slurm: SlurmCluster, monkeypatch: 
     slurm.run("scancel", job)
 
 
+def test_variables_that_srun_refuses_together_are_left_out(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_GPU"):
+        monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match="refuses SLURM_MEM_PER_NODE beside SLURM_MEM_PER_CPU in the notebook's env"):
+        assert [host for host, _ in launch(hosts)] == ["n1", "n2"]
+    current.release()
+    assert [host for host, _ in launch(hosts, engine="slurm --mem-per-cpu=100")] == ["n1", "n2"]
+    current.release()
+    eventually(slurm.is_idle, 20, slurm.log)
+
+
 def test_a_queued_job_says_why_and_an_interrupt_cancels_it(
     slurm: SlurmCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
