@@ -116,6 +116,8 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     """Give the error its rank, the rank's traceback, and IPython's rendering."""
     error.rank = cause.rank
     _add_memory_notes(error, failed)
+    if failed.advice:
+        add_note(error, failed.advice)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
     if unsent := unsent_name(failed, account.sources) or cell_changes.explain(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from nblaunch.machine.sealed_files import SHARED_MEMORY
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -42,6 +45,20 @@ def remedy(error: OSError) -> str:
     if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return ": end processes or close files that you do not need (ulimit -u, ulimit -n)"
     return ""
+
+
+def shared_memory_advice() -> str:
+    """Return how large /dev/shm is, and what to do if it is full; empty if there is none."""
+    try:
+        room = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return ""
+    return (
+        f"/dev/shm has {room.total >> 20} MiB ({room.free >> 20} MiB free now) and holds the batches of "
+        "DataLoader workers. Make it larger (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory, "
+        "mounted there), let it hold less (smaller batches, fewer workers, a lower prefetch_factor), or use "
+        "num_workers=0. torch.multiprocessing.set_sharing_strategy changes nothing: all strategies use /dev/shm"
+    )
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:

@@ -11,6 +11,7 @@ import traceback
 from typing import Any, Literal
 
 from nblaunch.errors import PayloadError, text_of
+from nblaunch.machine.limits import shared_memory_advice
 from nblaunch.machine.own_code import COLLECTIVE_LOG, PACKAGE, is_file, is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, GpuMemory
@@ -22,6 +23,10 @@ _TOOLKIT = f"{PACKAGE}training/"
 _MAX_TEXT_CHARS = 100_000
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 """In torch's message; a rank may use several GPUs."""
+_FULL_SHARED_MEMORY = re.compile(
+    r"DataLoader worker .* killed by signal: Bus error|unable to (?:allocate|write|resize)[^\n]* file </torch_"
+)
+"""In torch's messages, and in those of its workers, which the traceback has."""
 _log = logging.getLogger(__name__)
 usual_hook: Any = sys.excepthook
 """The hook before the task ran, such as IPython's."""
@@ -39,6 +44,7 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
     kind, status = _kind(error)
     if kind == "interrupt" and not was_interrupted:
         kind = "exception"
+    trace = _traceback(error)
     return Failed(
         rank=rank,
         task=task,
@@ -46,11 +52,12 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
         kind=kind,
         type_name=_type_name(type(error)),
         text=text_of(error)[:_MAX_TEXT_CHARS],
-        traceback=_traceback(error),
+        traceback=trace,
         pickled=_pickled(error) if kind == "exception" and not isinstance(error, KeyboardInterrupt) else b"",
         collective=_collective(error),
         status=status,
         gpu=_gpu_memory(error),
+        advice=shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else "",
     )
 
 

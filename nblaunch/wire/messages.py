@@ -297,6 +297,8 @@ class Failed:
     """For ``exit``: the status."""
     gpu: GpuMemory | None = None
     """If a GPU is out of memory: what the rank held there."""
+    advice: str = ""
+    """If the rank's machine has reached a limit: which, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,18 @@ def mounted(*mounts: str) -> list[str]:
     return ["unshare", "--mount", "bash", "-ec", f'{"; ".join(mounts)}; exec "$@"', "bash"]
 
 
+LOADS = """
+import torch
+from nblaunch import notebook_launcher
+from torch.utils.data import DataLoader, TensorDataset
+
+def load():
+    return len(list(DataLoader(TensorDataset(torch.ones(64, 200_000)), batch_size=16, num_workers=1)))
+
+notebook_launcher(load, (), 2, view='none')
+"""
+
+
 def run_in(container: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return what in_container.py says there."""
     done = subprocess.run(
@@ -69,3 +81,10 @@ def test_proc_may_have_processes_only(tmp_path: Path) -> None:
 
 def test_there_may_be_no_proc(tmp_path: Path) -> None:
     assert run_in(mounted("mount -t tmpfs tmpfs /proc"), tmp_path) == {**ALL, "memory": False}
+
+
+def test_a_full_dev_shm_is_named_with_remedies() -> None:
+    small = mounted(SMALL_SHM.replace("64m", "8m"))
+    done = subprocess.run([*small, sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=LONG)
+    note = next(line for line in done.stderr.splitlines() if line.startswith("/dev/shm has 8 MiB ("))
+    assert {"--shm-size=8g;", "emptyDir", "prefetch_factor),", "num_workers=0."} <= set(note.split())

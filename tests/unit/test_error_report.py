@@ -254,3 +254,17 @@ def test_a_result_that_cannot_travel_is_named_by_its_part() -> None:
 
 def test_an_unsendable_whole_of_sendable_parts_shows_the_error() -> None:
     assert unsendable_result(0, 1, 1, MemoryError("full")).text == "the result cannot be sent: full"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_full"),
+    [
+        ("DataLoader worker (pid 41) is killed by signal: Bus error. It is possible that dataloader's workers", True),
+        ("unable to write to file </torch_41_1954506624>", True),
+        ("unable to allocate shared memory(shm) for file </torch_41_12_0>: No space left on device (28)", True),
+        ("DataLoader worker (pid 41) is killed by signal: Killed.", False),
+        ("No space left on device", False),
+    ],
+)
+def test_a_full_dev_shm_brings_advice(text: str, is_full: bool) -> None:
+    assert said_of(RuntimeError(text)).advice.startswith("/dev/shm has ") == is_full
