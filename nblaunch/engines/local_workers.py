@@ -30,7 +30,7 @@ from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
 from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.inventory import LOOPBACK
-from nblaunch.machine.limits import remedy
+from nblaunch.machine.limits import refused_threads, remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
 from nblaunch.wire.collective_table import CollectiveTable
 from nblaunch.wire.drops import Table
@@ -54,6 +54,11 @@ if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler
 
 _log = logging.getLogger(__name__)
+_KERNEL_THREADS = 6
+"""Of this process: the rendezvous', the panel's, the cache's, pyzmq's, and two to spare. torch ends a process that is
+refused the first."""
+_RANK_THREADS = 6
+"""Of a rank that has joined its group, its own included."""
 MAX_FDS_IN_FLIGHT = 100
 """Descriptors in flight for a group, or for one rank if it needs more. Linux limits a user's to ``ulimit -n``."""
 
@@ -102,6 +107,8 @@ class LocalWorkers:
     # -------------------------------------------------------------- starting
     def open_store(self, give_up: Callable[[], bool] = lambda: False, address: str = LOOPBACK) -> Store:
         """Serve the store on an address of this machine, at once."""
+        if refused := refused_threads(_KERNEL_THREADS + _RANK_THREADS * len(self._ranks)):
+            raise StartError(f"the ranks could not be started: {refused}")
         try:
             return self._opened.enter_context(Rendezvous(self._order.world_size, address)).store
         except OSError as error:

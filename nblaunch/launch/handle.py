@@ -32,7 +32,7 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome, Started, State
 from nblaunch.machine import timeouts
-from nblaunch.machine.limits import remedy
+from nblaunch.machine.limits import process_advice, remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Cell, Payload
@@ -115,7 +115,7 @@ class Launch:
             self._thread.start()
         except RuntimeError as error:
             self._release()
-            raise StartError(f"{self.name} could not be started: {error} (ulimit -u)") from error
+            raise StartError(f"{self.name} could not be started: {error}: {process_advice()}") from error
         except BaseException:  # the user's interrupt: the caller gets no handle
             self._abandon()
             self.discard()

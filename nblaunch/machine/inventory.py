@@ -111,8 +111,9 @@ def _import_torch() -> None:
 
     if "torch" not in sys.modules:
         thread = threading.Thread(target=try_to, daemon=True)
-        thread.start()
-        thread.join()
+        with contextlib.suppress(RuntimeError):  # no more threads: the caller's own import is in this one
+            thread.start()
+            thread.join()
 
 
 def free_descriptors() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +14,22 @@ from nblaunch.machine.sealed_files import SHARED_MEMORY
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_HIGH_LIMIT = 20_000
+"""Limits of processes from here on are not tried."""
+_MOST_TRIED = 200
 
 
 def usable_cpus() -> int:
     """Return the CPUs that this process may use, by affinity and cgroup quota; at least 1."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(affinity, cpu_quota()))
+    return max(1, min(len(affinity()) or os.cpu_count() or 1, cpu_quota()))
+
+
+def affinity() -> tuple[int, ...]:
+    """Return the CPUs that this process may run on; none where the system does not say."""
+    try:
+        return tuple(sorted(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):  # macOS; a sandbox
+        return ()
 
 
 def free_memory() -> int:
@@ -42,9 +54,62 @@ def remedy(error: OSError) -> str:
         longest = max(os.environ, key=lambda name: len(os.environ[name]))
         size = len(os.environ[longest])
         return f": the environment variable {longest} has {size:,} characters: del os.environ[{longest!r}]"
-    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+    if error.errno == errno.EAGAIN:
+        return f": {process_advice()}"
+    if error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
         return ": end processes or close files that you do not need (ulimit -u, ulimit -n)"
     return ""
+
+
+def process_advice() -> str:
+    """Return the limits of processes and threads that this process is under, and what to do if one is reached."""
+    found = [f"{name} is {limit}" for name, limit in _process_limits().items()] or ["ulimit -u, or a cgroup's pids.max"]
+    return (
+        f"no more processes or threads can be started ({'; '.join(found)}): "
+        "end processes that you do not need, use fewer ranks, DataLoader workers or threads, or raise the limit"
+    )
+
+
+def refused_threads(count: int) -> str:
+    """Return `process_advice` if this machine refuses `count` more processes and threads, else an empty string.
+
+    Starts that many threads for a moment, and only where a limit is low: some libraries end the process if it refuses
+    them a thread.
+    """
+    if min(_process_limits().values(), default=_HIGH_LIMIT) >= _HIGH_LIMIT:
+        return ""
+    over, ended = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        over.wait()
+        ended.release()
+
+    started = 0
+    try:
+        for _ in range(min(count, _MOST_TRIED)):
+            _thread.start_new_thread(wait, ())  # `threading` must list the user's threads only
+            started += 1
+    except RuntimeError:
+        return process_advice()
+    finally:
+        over.set()
+        for _ in range(started):
+            ended.acquire()
+    return ""
+
+
+def _process_limits() -> dict[str, int]:
+    """Return the limits of processes and threads, by name."""
+    import resource  # which Windows lacks
+
+    found = {}
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and os.geteuid():  # root's are not counted
+        found["this user's `ulimit -u` (RLIMIT_NPROC)"] = soft
+    pids = [limit[0] for group in _groups(_ROOT, _MEMBERSHIP, "pids") if (limit := _numbers(group / "pids.max", 1))]
+    if pids:
+        found["the container's pids.max (docker run --pids-limit)"] = min(pids)
+    return found
 
 
 def shared_memory_advice() -> str:

@@ -9,6 +9,7 @@ or after the cell; the panel never waits for one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -270,8 +271,10 @@ class PanelView(View):
     def _send_in_background(self) -> None:
         """Start the sender thread unless it runs. Requires the lock."""
         if self._sender is None:
-            self._sender = threading.Thread(target=self._send_all, name="nblaunch-panel", daemon=True)
-            self._sender.start()
+            sender = threading.Thread(target=self._send_all, name="nblaunch-panel", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: tried again at the next event
+                sender.start()
+                self._sender = sender
 
     def _send_all(self) -> None:
         try:

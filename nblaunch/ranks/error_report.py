@@ -11,7 +11,7 @@ import traceback
 from typing import Any, Literal
 
 from nblaunch.errors import PayloadError, text_of
-from nblaunch.machine.limits import shared_memory_advice
+from nblaunch.machine.limits import process_advice, shared_memory_advice
 from nblaunch.machine.own_code import COLLECTIVE_LOG, PACKAGE, is_file, is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, GpuMemory
@@ -27,6 +27,10 @@ _FULL_SHARED_MEMORY = re.compile(
     r"DataLoader worker .* killed by signal: Bus error|unable to (?:allocate|write|resize)[^\n]* file </torch_"
 )
 """In torch's messages, and in those of its workers, which the traceback has."""
+_NO_THREAD = re.compile(
+    r"can't start new thread|RuntimeError: Resource temporarily unavailable|fork[\s\S]*Resource temporarily unavailable"
+)
+"""Of Python, of a C++ thread, and of a fork; alone, the words also speak of a lock or a socket."""
 _log = logging.getLogger(__name__)
 usual_hook: Any = sys.excepthook
 """The hook before the task ran, such as IPython's."""
@@ -57,8 +61,15 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
         collective=_collective(error),
         status=status,
         gpu=_gpu_memory(error),
-        advice=shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else "",
+        advice=_advice(trace),
     )
+
+
+def _advice(trace: str) -> str:
+    """Return what to do about a limit of this machine that an exception's traceback speaks of."""
+    if _FULL_SHARED_MEMORY.search(trace):
+        return shared_memory_advice()
+    return process_advice() if _NO_THREAD.search(trace) else ""
 
 
 def call_hook(error: BaseException) -> None:

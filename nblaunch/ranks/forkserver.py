@@ -23,6 +23,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from nblaunch.machine import named_resources, processes, timeouts
+from nblaunch.machine.limits import remedy
 from nblaunch.ranks import environment, process_group, reaper, server_builder, worker
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel, readable
@@ -203,7 +204,7 @@ class _Server:
                 self.fork_reaper(sock, None)
             except OSError as error:
                 with contextlib.suppress(OSError):  # the kernel has abandoned this launch
-                    Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}"))
+                    Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}{remedy(error)}"))
 
     def hand_to_spare(self, message: NewReaper, control: int) -> bool:
         """Give this launch to the spare reaper. Return False if there is none."""

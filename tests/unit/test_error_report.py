@@ -268,3 +268,15 @@ def test_an_unsendable_whole_of_sendable_parts_shows_the_error() -> None:
 )
 def test_a_full_dev_shm_brings_advice(text: str, is_full: bool) -> None:
     assert said_of(RuntimeError(text)).advice.startswith("/dev/shm has ") == is_full
+
+
+@pytest.mark.parametrize(
+    ("error", "is_limit"),
+    [
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("Resource temporarily unavailable"), True),
+        (BlockingIOError(11, "Resource temporarily unavailable"), False),  # of a lock or a socket
+    ],
+)
+def test_a_limit_of_threads_brings_advice(error: Exception, is_limit: bool) -> None:
+    assert said_of(error).advice.startswith("no more processes or threads can be started (") == is_limit

@@ -89,3 +89,14 @@ def test_a_crash_shows_the_last_lines_of_stderr_or_else_of_stdout() -> None:
     printed["out"].clear()
     printed["err"].clear()
     assert ". It printed nothing. Log: /logs/rank1.err" in crash_warning([end], account)
+
+
+@pytest.mark.parametrize("hosts", [(), ("n1", "n2")])
+def test_a_crash_for_want_of_threads_names_the_limit(hosts: tuple[str, ...]) -> None:
+    said = FakeLog(bytearray(b"terminate called without an active exception\n"))
+    end = RankEnd(1, Done(1, 1, 5), None, RankExited(1, -signal.SIGABRT, 6))
+    account = Account(
+        "train", [end], LaunchFiles(Path("/logs"), None), {}, {1: {"out": said, "err": said}}, hosts=hosts
+    )
+    limit = "its machine has reached a limit of processes" if hosts else "no more processes or threads can be started"
+    assert f"; it seems that {limit} (" in crash_warning([end], account)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -143,3 +146,42 @@ def test_without_proc_the_machines_memory_is_the_limit(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(psutil, "virtual_memory", refuse)
     assert 0 < free_memory() <= limits.physical_memory()
+
+
+def test_limits_of_processes_are_named(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_ROOT", cgroups.root)
+    monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (300, 300))
+    cgroups.holds("pids.max", "512\n")
+    said = limits.remedy(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+    assert (
+        "this user's `ulimit -u` (RLIMIT_NPROC) is 300; the container's pids.max (docker run --pids-limit) is 5" in said
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # whom the first does not limit
+    cgroups.holds("pids.max", "max\n")
+    assert "(ulimit -u, or a cgroup's pids.max): end processes" in limits.process_advice()
+
+
+def test_refused_threads_are_found_before_a_library_needs_them(
+    cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_ROOT", cgroups.root)
+    monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
+    before, start = threading.active_count(), _thread.start_new_thread
+    left = [0, 0, 0]
+
+    def limited(*args: Any) -> int:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        return start(*args)
+
+    monkeypatch.setattr(_thread, "start_new_thread", limited)
+    cgroups.holds("pids.max", "max\n")
+    assert os.geteuid() or limits.refused_threads(10) == ""
+    cgroups.holds("pids.max", "512\n")
+    assert limits.refused_threads(3) == ""
+    left += [0, 0, 0]
+    assert "pids.max (docker run --pids-limit) is 512" in limits.refused_threads(4)
+    assert threading.active_count() == before
