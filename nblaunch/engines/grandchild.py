@@ -8,6 +8,7 @@ import signal
 import weakref
 from typing import Protocol
 
+from nblaunch.machine import processes
 from nblaunch.wire.channel import readable
 
 
@@ -50,8 +51,7 @@ class Grandchild:
 
     def send_signal(self, sig: int) -> None:
         if self._pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, sig)
+            processes.kill_by_pidfd(self._pidfd, self.pid, sig)
 
     def wait(self, timeout: float) -> None:
         if self._pidfd is not None:
@@ -61,5 +61,5 @@ class Grandchild:
     def _collect(self) -> None:
         """Collect the exit status if this process, as a subreaper or PID 1, has adopted it."""
         if self._pidfd is not None:
-            with contextlib.suppress(ChildProcessError):
+            with contextlib.suppress(OSError):  # it is not ours, or a sandbox lacks the system call
                 os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)

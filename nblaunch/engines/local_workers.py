@@ -382,11 +382,10 @@ class LocalWorkers:
 
     def abandon(self) -> None:
         """Kill the reaper: its ranks die with it."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._reaper_pidfd is not None:
-                signal.pidfd_send_signal(self._reaper_pidfd, signal.SIGKILL)
-            elif self._reaper.child is not None:
-                os.kill(self._reaper.child, signal.SIGKILL)
+        if self._reaper_pidfd is not None:
+            processes.kill_by_pidfd(self._reaper_pidfd, self._reaper_pid, signal.SIGKILL)
+        elif self._reaper.child is not None:
+            processes.kill(self._reaper.child, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the channels. A reaper that still runs then kills its ranks."""

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from nblaunch.machine.limits import affinity
 from nblaunch.machine.own_code import is_users
 
 _LIMITS = ("NOFILE", "CORE", "CPU", "FSIZE", "DATA", "STACK", "AS", "MEMLOCK", "NPROC")
@@ -35,8 +36,7 @@ def this_process() -> Process:
         cwd = os.getcwd()
     except FileNotFoundError:  # the directory was removed
         cwd = os.path.abspath(os.sep)
-    cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return Process(cwd, (*map(str, sys.path), *_left_directories()), tuple(sys.argv), _umask(), limits, cpus)
+    return Process(cwd, (*map(str, sys.path), *_left_directories()), tuple(sys.argv), _umask(), limits, affinity())
 
 
 def _left_directories() -> list[str]:

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import io
 import os
+import select
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ _ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davi
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _OOM_LEVEL = 500
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 """Signals of the thread that has caused them: blocked, they would end the process without faulthandler's report."""
@@ -72,8 +74,16 @@ def name_of(pid: int) -> str:
 
 
 def become_subreaper() -> bool:
-    """Adopt orphaned descendants, daemons that double-fork and call setsid included. Return False off Linux."""
+    """Adopt orphaned descendants, daemons that double-fork and call setsid included. Return False if it cannot."""
     return _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def finds_orphans() -> bool:
+    """Return True if this process, which may be a subreaper, finds all its descendants, however detached."""
+    is_subreaper = ctypes.c_int()
+    if _libc is not None:
+        _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper), 0, 0, 0)
+    return LISTS_PROCESSES and bool(is_subreaper)
 
 
 def pidfd(pid: int) -> int | None:
@@ -136,6 +146,8 @@ def has_children() -> bool:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
+    except OSError:  # a sandbox without waitid
+        return bool(children(os.getpid()))
     return True
 
 
@@ -280,6 +292,25 @@ def kill(pid: int, signum: int, group: bool = False) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def kill_by_pidfd(fd: int, pid: int, signum: int) -> None:
+    """Signal the process that a pidfd is of, if it runs.
+
+    Args:
+        fd: The pidfd.
+        pid: Its pid, for sandboxes that have pidfds but cannot signal by them.
+        signum: The signal.
+    """
+    try:
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        return
+    except OSError:
+        ended = select.poll()
+        ended.register(fd, select.POLLIN)
+        if not ended.poll(0):  # the pid is not another's yet
+            kill(pid, signum)
 
 
 class ChildWatch:

@@ -198,8 +198,8 @@ class _Reaper:
         elif isinstance(message, EndGroup):
             self.keeps = False
         elif isinstance(message, SendSignal):
-            # If it lists processes, the sweep finds the rest of the group, and leaves resource trackers time to unlink.
-            is_for_group = message.group and not processes.LISTS_PROCESSES
+            # If it finds them, the sweep kills the rest of the group, and leaves resource trackers time to unlink.
+            is_for_group = message.group and not processes.finds_orphans()
             for pid, rank in self.ranks.items():
                 if rank == message.rank:
                     processes.kill(pid, message.signum)
@@ -237,7 +237,8 @@ class _Reaper:
                 os.setpgid(pid, pid)  # in both processes, so the group exists before the first signal to it
             return pid
         try:
-            os.setpgid(0, 0)
+            with contextlib.suppress(OSError):  # a sandbox; signals are for the rank alone then
+                os.setpgid(0, 0)
             processes.die_with_parent(parent)
             self.children.close()
             processes.close_all_but([fd])
@@ -276,7 +277,7 @@ class _Reaper:
         for pid, returncode in self.children.ended():
             rank = self.ranks.pop(pid, None)
             if rank is not None:
-                if not processes.LISTS_PROCESSES:  # else the sweep finds the rank's orphans
+                if not processes.finds_orphans():  # else the sweep finds the rank's orphans
                     processes.kill(pid, signal.SIGKILL, group=True)
                 if self.keeps:
                     self.kill_orphans()
@@ -317,9 +318,10 @@ def kill_descendants(
     """
     deadline = time.monotonic() + timeouts.SWEEP_TIMEOUT_S
     trackers_kill_time = deadline - timeouts.TRACKER_KILL_TIMEOUT_S
+    finds_orphans = processes.finds_orphans()
     trackers_busy = time.monotonic()  # when a process that trackers may serve was last seen
     while spare is not None or processes.has_children():
-        if not processes.LISTS_PROCESSES:
+        if not finds_orphans:
             for pid in groups:
                 processes.kill(pid, signal.SIGKILL, group=True)
         left = processes.descendants(os.getpid(), spare)
@@ -336,7 +338,7 @@ def kill_descendants(
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if not left and (processes.LISTS_PROCESSES or not groups):
+        if not left and (finds_orphans or not groups):
             return []
         if time.monotonic() > deadline:
             return left

@@ -5,6 +5,7 @@ It writes one JSON object to stdout.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,11 @@ from typing import Any
 import torch
 
 import nblaunch
-from nblaunch import Launch, notebook_launcher
+from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.machine.processes import alive
 from nblaunch.machine.usage import Sampler
-from tests.conftest import eventually
+from tests.conftest import eventually, state_of
 
 DATA_ELEMENTS = 25_000_000
 """200 MB of float64, which free memory is checked for."""
@@ -45,6 +47,13 @@ def leave_a_child() -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 
+def has_ended(pid: int) -> bool:
+    """Return True for a zombie, too: PID 1 of a container need not collect it."""
+    with contextlib.suppress(OSError):  # no such process, or no /proc
+        return state_of(pid) == "Z"
+    return not alive(pid)
+
+
 def hang(folder: str, rank: int) -> None:
     (Path(folder) / f"{rank}").touch()
     time.sleep(600)
@@ -57,6 +66,12 @@ def begun(folder: Path) -> bool:
     for mark in marks if is_so else ():
         mark.unlink()
     return is_so
+
+
+def launched(function: Callable[..., Any], *args: Any) -> list[Any]:
+    result = notebook_launcher(function, args, 2, view="none")
+    assert isinstance(result, LaunchResult)
+    return list(result)
 
 
 def interrupt(folder: Path) -> None:
@@ -91,13 +106,13 @@ def stopped(folder: Path) -> bool:
 def main(folder: Path) -> None:
     said: dict[str, Any] = {}
     data = torch.ones(DATA_ELEMENTS, dtype=torch.float64)
-    said["results"] = [float(part.mean()) for part in notebook_launcher(fill, (data,), 2, view="none")]
+    said["results"] = [float(part.mean()) for part in launched(fill, data)]
     with nblaunch.session(2, name="contained") as session:
         said["in a session"] = [float(part.mean()) for part in session.run(fill, data, view="none")]
         said["again"] = [float(part.mean()) for part in session.run(fill, data, view="none")]
-    said["shared"] = list(notebook_launcher(count, (multiprocessing.Lock(), bytes(100_000_000)), 2, view="none"))
-    children = list(notebook_launcher(leave_a_child, (), 2, view="none"))
-    eventually(lambda: not any(map(alive, children)))
+    said["shared"] = launched(count, multiprocessing.Lock(), bytes(100_000_000))
+    children = launched(leave_a_child)
+    eventually(lambda: all(map(has_ended, children)))
     said["interrupted"] = interrupted(folder)
     said["stopped"] = stopped(folder)
     os.setpgrp()  # a rank leads its group, too

@@ -9,15 +9,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import LONG
+from tests.kernel.harness import running_kernel
 from tests.processes import in_container
 from tests.seccomp import refusing
+
+KERNEL = (sys.executable, "-m", "ipykernel_launcher")
 
 SMALL_SHM = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
 """What a container gets by default."""
@@ -30,6 +34,25 @@ ALL = {
     "stopped": True,
     "memory": True,
 }
+
+
+HANGS = """
+import time, torch, torch.distributed as dist
+print("begun")
+if rank == 0:
+    time.sleep(600)
+dist.all_reduce(torch.ones(1))
+"""
+LAUNCH_HANGS = """
+import time
+from nblaunch import notebook_launcher
+
+def hang():
+    print("begun")
+    time.sleep(600)
+
+notebook_launcher(hang, num_processes=2)
+"""
 
 
 def mounted(*mounts: str) -> list[str]:
@@ -47,6 +70,29 @@ def load():
 
 notebook_launcher(load, (), 2, view='none')
 """
+
+
+def limited(processes: int, home: Path) -> list[str]:
+    """Return the words to put before a command that runs with this ``ulimit -u``, as a user who has no other process.
+
+    The limit does not hold for root. The user may read what root may: this checkout, and the Python.
+
+    Args:
+        processes: The limit.
+        home: A folder for the user's files.
+    """
+    user, may_read = 61_000 + os.getpid() % 4_000, "+dac_read_search,+dac_override"
+    os.chown(home, user, user)
+    places = [f"{name}={home}" for name in ("HOME", "IPYTHONDIR", "NBLAUNCH_STATE_DIR", "TMPDIR")]
+    as_user = ["setpriv", f"--reuid={user}", "--inh-caps", may_read, "--ambient-caps", may_read]
+    return ["env", *places, "prlimit", f"--nproc={processes}:{processes}", *as_user]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A folder for the files of a user who may not enter pytest's."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 def run_in(container: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -88,3 +134,45 @@ def test_a_full_dev_shm_is_named_with_remedies() -> None:
     done = subprocess.run([*small, sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=LONG)
     note = next(line for line in done.stderr.splitlines() if line.startswith("/dev/shm has 8 MiB ("))
     assert {"--shm-size=8g;", "emptyDir", "prefetch_factor),", "num_workers=0."} <= set(note.split())
+
+
+def test_a_sandbox_may_lack_system_calls(tmp_path: Path) -> None:
+    lacks = ("pidfd_open=ENOSYS", "waitid=ENOSYS", "prctl.36=EINVAL", "sched_getaffinity=EPERM")
+    assert run_in(refusing(*lacks), tmp_path) == ALL
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        ("pidfd_send_signal=EPERM", "setpgid=EPERM"),
+        ("pidfd_open=ENOSYS", "waitid=ENOSYS", "prctl=EINVAL"),
+    ],
+    ids=["signals", "processes"],
+)
+def test_a_kernel_survives_interrupts_in_a_sandbox(lacks: Sequence[str]) -> None:
+    with running_kernel(*refusing(*lacks), *KERNEL) as kernel:
+        kernel.run("%load_ext nblaunch").check()
+        assert kernel.run("%%distributed -n 2\nprint(rank)").check().stdout.count("[rank") == 2
+        kernel.run("%distributed session -n 2").check()
+        for cell in ("%%distributed --ranks 0,1\n" + HANGS, LAUNCH_HANGS):  # the first in the session
+            request = kernel.start_cell(cell)
+            kernel.finish_cell(request, until="begun")
+            kernel.interrupt()
+            assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
+        kernel.run("%distributed session stop").check()
+
+
+def test_a_small_ulimit_of_processes_is_named(home: Path) -> None:
+    command = [*limited(12, home), sys.executable, "-c", LOADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+    assert "StartError: " in done.stderr
+    assert "this user's `ulimit -u` (RLIMIT_NPROC) is 12): end processes" in done.stderr
+
+
+def test_a_kernel_survives_a_small_ulimit_of_processes(home: Path) -> None:
+    with running_kernel(*limited(24, home), *KERNEL, NBLAUNCH_VIEW="auto") as kernel:
+        kernel.run("from nblaunch import notebook_launcher").check()
+        for _ in range(2):
+            cell = kernel.run("notebook_launcher(lambda: None, num_processes=2)")
+            assert "(RLIMIT_NPROC) is 24): end processes" in cell.error
+        kernel.run("1").check()
