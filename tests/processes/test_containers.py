@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,14 @@ def test_a_full_dev_shm_is_named_with_remedies() -> None:
 def test_a_sandbox_may_lack_system_calls(tmp_path: Path) -> None:
     lacks = ("pidfd_open=ENOSYS", "waitid=ENOSYS", "prctl.36=EINVAL", "sched_getaffinity=EPERM")
     assert run_in(refusing(*lacks), tmp_path) == ALL
+
+
+def test_a_sandbox_without_sessions_is_named() -> None:
+    command = [*refusing("setsid=EPERM"), sys.executable, "-c", LOADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+    assert re.search(
+        r"StartError: the fork server could not be started: .*: does a sandbox refuse setsid\?", done.stderr
+    )
 
 
 @pytest.mark.parametrize(
