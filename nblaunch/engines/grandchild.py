@@ -8,7 +8,6 @@ import signal
 import weakref
 from typing import Protocol
 
-from nblaunch.machine import processes
 from nblaunch.wire.channel import readable
 
 
@@ -51,7 +50,8 @@ class Grandchild:
 
     def send_signal(self, sig: int) -> None:
         if self._pidfd is not None:
-            processes.kill_by_pidfd(self._pidfd, self.pid, sig)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, sig)
 
     def wait(self, timeout: float) -> None:
         if self._pidfd is not None:

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler
 
 _log = logging.getLogger(__name__)
-_KERNEL_THREADS = 6
-"""Of this process: the rendezvous', the panel's, the cache's, pyzmq's, and two to spare. torch ends a process that is
-refused the first."""
+_OWN_THREADS = 6
+"""Of this process: the rendezvous', the panel's, the cache's, pyzmq's, and two to spare. If the first is refused, torch
+aborts the process."""
 _RANK_THREADS = 6
 """Of a rank that has joined its group, its own included."""
 MAX_FDS_IN_FLIGHT = 100
@@ -107,8 +107,11 @@ class LocalWorkers:
     # -------------------------------------------------------------- starting
     def open_store(self, give_up: Callable[[], bool] = lambda: False, address: str = LOOPBACK) -> Store:
         """Serve the store on an address of this machine, at once."""
-        if refused := refused_threads(_KERNEL_THREADS + _RANK_THREADS * len(self._ranks)):
-            raise StartError(f"the ranks could not be started: {refused}")
+        deadline = time.monotonic() + timeouts.PROCESSES_END_S
+        while refused := refused_threads(_OWN_THREADS + _RANK_THREADS * len(self._ranks)):
+            if time.monotonic() > deadline or give_up():
+                raise StartError(f"the ranks could not be started: {refused}")
+            time.sleep(timeouts.SIGNAL_CHECK_INTERVAL_S / 10)
         try:
             return self._opened.enter_context(Rendezvous(self._order.world_size, address)).store
         except OSError as error:
@@ -382,10 +385,11 @@ class LocalWorkers:
 
     def abandon(self) -> None:
         """Kill the reaper: its ranks die with it."""
-        if self._reaper_pidfd is not None:
-            processes.kill_by_pidfd(self._reaper_pidfd, self._reaper_pid, signal.SIGKILL)
-        elif self._reaper.child is not None:
-            processes.kill(self._reaper.child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            if self._reaper_pidfd is not None:
+                signal.pidfd_send_signal(self._reaper_pidfd, signal.SIGKILL)
+            elif self._reaper.child is not None:
+                os.kill(self._reaper.child, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the channels. A reaper that still runs then kills its ranks."""

@@ -65,8 +65,7 @@ class ForkServer:
                 with there:
                     self.process: ServerProcess = self._start(there)
             except OSError as error:
-                hint = ": does a sandbox refuse setsid?" if error.errno == errno.EPERM else remedy(error)
-                raise StartError(f"the fork server could not be started: {error}{hint}") from error
+                raise StartError(f"the fork server could not be started: {error}{remedy(error)}") from error
             undo.pop_all()
 
     def _begin(self, preload: Sequence[str], where: Where) -> None:

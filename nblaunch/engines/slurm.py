@@ -94,8 +94,9 @@ class SlurmStarter(CommandStarter):
         if conflict:
             given = f"job {self._allocation} has" if self._allocation else "is the partition's default"
             warn(
-                f"srun refuses {' beside '.join(conflict)} in the notebook's environment: without them, ranks get the "
-                f"memory that {given}. To choose it: engine='slurm --mem=...' or '--mem-per-cpu=...'",
+                f"{' and '.join(conflict)} of the notebook's environment are left out, because srun refuses them "
+                f"together: ranks get the memory that {given}. To choose it: engine='slurm --mem=...' or "
+                "'--mem-per-cpu=...'",
                 once="SLURM_MEM",
             )
         self.run(

@@ -34,7 +34,7 @@ from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.events import Failure, Stream
-from nblaunch.machine.limits import process_advice
+from nblaunch.machine.limits import advice_on_threads
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, Source
@@ -50,11 +50,6 @@ _LOOKED_UP = re.compile(r"globals\(\)|__main__")
 """In the line of a KeyError: the key is a name."""
 _OTHER_SIZE = ("collective mismatch", "preamble.length")
 """Words of gloo's error if a rank has received data of another size than its tensor's."""
-_NO_THREAD = (
-    *("can't start new thread", "Resource temporarily unavailable", "terminate called without an active exception"),
-    *("pthread_create failed", "Thread creation failed"),
-)
-"""What Python, C++ and libraries say before a rank exits that may have no more threads."""
 _LIKELY = {
     "SIGKILL": "most often the system ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
     "SIGSEGV": "C code of a library crashed; see the stack below",
@@ -281,9 +276,9 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
     else:
         what = f"exited with status {code} {when} (os._exit, or C code that calls exit)"
     logs = account.logs[end.rank]
-    if any(words in last_lines(logs["err"], MAX_CRASH_LINES) for words in _NO_THREAD):
+    if advice := advice_on_threads(last_lines(logs["err"], MAX_CRASH_LINES)):
         there = "its machine has reached a limit of processes (ulimit -u, or a container's pids.max)"
-        what += f"; it seems that {there if account.hosts else process_advice()}"
+        what += f"; it seems that {there if account.hosts else advice}"
     said = _last_said(logs["err"]) or _last_said(logs["out"])
     last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It printed nothing. "
     return f"{who} {what}{last}Log: {log}"

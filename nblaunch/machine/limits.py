@@ -5,18 +5,29 @@ from __future__ import annotations
 import _thread
 import errno
 import os
+import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from nblaunch.machine.processes import thread_count
 from nblaunch.machine.sealed_files import SHARED_MEMORY
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _HIGH_LIMIT = 20_000
-"""Limits of processes from here on are not tried."""
-_MOST_TRIED = 200
+"""A user's limit of processes from here on is not tried."""
+_THREADS_END_S = 0.1
+"""For threads that have been told to end."""
+_NO_THREAD = re.compile(
+    r"can't start new thread|pthread_create failed|Thread creation failed"
+    r"|RuntimeError: Resource temporarily unavailable"
+    r"|(?:std::system_error|\bfork\(|_fork_exec\()[\s\S]*Resource temporarily unavailable"
+)
+"""What Python, libraries, C++ and forks say; alone, the last words also speak of a lock or a socket."""
+_LOST_THREAD = "terminate called without an active exception"
 
 
 def usable_cpus() -> int:
@@ -56,60 +67,82 @@ def remedy(error: OSError) -> str:
         return f": the environment variable {longest} has {size:,} characters: del os.environ[{longest!r}]"
     if error.errno == errno.EAGAIN:
         return f": {process_advice()}"
-    if error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        return ": end processes or close files that you do not need (ulimit -u, ulimit -n)"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ": close files that you do not need (ulimit -n)"
+    if error.errno == errno.ENOMEM:
+        return ": free memory, or end processes that you do not need"
     return ""
 
 
-def process_advice() -> str:
-    """Return the limits of processes and threads that this process is under, and what to do if one is reached."""
+def process_advice(count: int = 0) -> str:
+    """Return the limits of processes and threads that this process is under, and what to do if one is reached.
+
+    Args:
+        count: How many more were wanted. Default: unknown.
+    """
     found = [f"{name} is {limit}" for name, limit in _process_limits().items()] or ["ulimit -u, or a cgroup's pids.max"]
+    wanted = f"{count} more processes and threads" if count else "no more processes or threads"
     return (
-        f"no more processes or threads can be started ({'; '.join(found)}): "
+        f"{wanted} {'cannot' if count else 'can'} be started ({'; '.join(found)}): "
         "end processes that you do not need, use fewer ranks, DataLoader workers or threads, or raise the limit"
     )
+
+
+def advice_on_threads(text: str) -> str:
+    """Return `process_advice` if a traceback or a log says that a process or thread was refused, else an empty text.
+
+    C++ also says "without an active exception" if a library forgets a thread: it counts only under a limit.
+    """
+    is_refused = _NO_THREAD.search(text) or (_LOST_THREAD in text and _process_limits())
+    return process_advice() if is_refused else ""
 
 
 def refused_threads(count: int) -> str:
     """Return `process_advice` if this machine refuses `count` more processes and threads, else an empty string.
 
-    Starts that many threads for a moment, and only where a limit is low: some libraries end the process if it refuses
-    them a thread.
+    Some libraries end the process if it is refused a thread. A cgroup says how many there are. Those of a user are
+    counted in all containers, so under a low ``ulimit -u`` this starts as many threads, and ends them.
     """
-    if min(_process_limits().values(), default=_HIGH_LIMIT) >= _HIGH_LIMIT:
+    left = [limit[0] - used[0] for limit, used in _pids() if used]
+    if min(left, default=count) < count:
+        return process_advice(count)
+    if _user_limit() >= _HIGH_LIMIT:
         return ""
-    over, ended = threading.Event(), threading.Semaphore(0)
-
-    def wait() -> None:
-        over.wait()
-        ended.release()
-
-    started = 0
+    before, over = thread_count(), threading.Event()
     try:
-        for _ in range(min(count, _MOST_TRIED)):
-            _thread.start_new_thread(wait, ())  # `threading` must list the user's threads only
-            started += 1
+        for _ in range(count):
+            _thread.start_new_thread(over.wait, ())  # `threading` must list the user's threads only
     except RuntimeError:
-        return process_advice()
+        return process_advice(count)
     finally:
         over.set()
-        for _ in range(started):
-            ended.acquire()
+        deadline = time.monotonic() + _THREADS_END_S
+        while thread_count() > before and time.monotonic() < deadline:
+            time.sleep(0.0005)
     return ""
 
 
 def _process_limits() -> dict[str, int]:
     """Return the limits of processes and threads, by name."""
-    import resource  # which Windows lacks
-
     found = {}
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.geteuid():  # root's are not counted
-        found["this user's `ulimit -u` (RLIMIT_NPROC)"] = soft
-    pids = [limit[0] for group in _groups(_ROOT, _MEMBERSHIP, "pids") if (limit := _numbers(group / "pids.max", 1))]
-    if pids:
+    if _user_limit() < _HIGH_LIMIT:
+        found["this user's `ulimit -u` (RLIMIT_NPROC)"] = _user_limit()
+    if pids := [limit[0] for limit, _ in _pids()]:
         found["the container's pids.max (docker run --pids-limit)"] = min(pids)
     return found
+
+
+def _user_limit() -> int:
+    import resource  # which Windows lacks
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return _HIGH_LIMIT if soft == resource.RLIM_INFINITY else soft
+
+
+def _pids() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the limit of processes of each cgroup that has one, and how many it has."""
+    found = [(group / "pids.max", group / "pids.current") for group in _groups(_ROOT, _MEMBERSHIP, "pids")]
+    return [(limit, _numbers(used, 1)) for file, used in found if (limit := _numbers(file, 1))]
 
 
 def shared_memory_advice() -> str:

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import io
 import os
-import select
 import signal
 import socket
 import sys
@@ -87,11 +86,19 @@ def finds_orphans() -> bool:
 
 
 def pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when `pid` ends; None where the system has none."""
+    """Return a descriptor that becomes readable when `pid` ends, and takes signals; None where the system has none."""
     try:
-        return os.pidfd_open(pid)
+        fd = os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except ProcessLookupError:
+        return fd
+    except OSError:  # a sandbox has one system call without the other
+        os.close(fd)
+        return None
+    return fd
 
 
 def alive(pid: int) -> bool:
@@ -292,25 +299,6 @@ def kill(pid: int, signum: int, group: bool = False) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def kill_by_pidfd(fd: int, pid: int, signum: int) -> None:
-    """Signal the process that a pidfd is of, if it runs.
-
-    Args:
-        fd: The pidfd.
-        pid: Its pid, for sandboxes that have pidfds but cannot signal by them.
-        signum: The signal.
-    """
-    try:
-        signal.pidfd_send_signal(fd, signum)
-    except ProcessLookupError:
-        return
-    except OSError:
-        ended = select.poll()
-        ended.register(fd, select.POLLIN)
-        if not ended.poll(0):  # the pid is not another's yet
-            kill(pid, signum)
 
 
 class ChildWatch:

@@ -6,6 +6,7 @@ short, it is an unlinked file: in /dev/shm if there is room, else on disk.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -14,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_MAX_SHARE = 2
-"""A file takes at most 1/2 of what is free there: containers have 64 MB, which DataLoader workers and NCCL need too."""
+_LEFT_SHARE = 2
+"""At least 1/2 of /dev/shm stays free: containers have 64 MB, which DataLoader workers and NCCL need too."""
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -65,7 +66,16 @@ def create(size: int = 0, folder: Path | None = None, name: str = "nblaunch") ->
         if memory is not None:
             return Draft(memory)
         if _fits_shared_memory(size):
-            folder = SHARED_MEMORY
+            draft = _unlinked(name, SHARED_MEMORY)
+            with contextlib.suppress(OSError):  # another process has taken the room
+                if size:
+                    os.posix_fallocate(draft.fd, 0, size)
+                return draft
+            draft.close()
+    return _unlinked(name, folder)
+
+
+def _unlinked(name: str, folder: Path | None) -> Draft:
     fd, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
     try:
         reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -102,4 +112,5 @@ def _memory_file(name: str) -> int | None:
 def _fits_shared_memory(size: int) -> bool:
     if not os.access(SHARED_MEMORY, os.W_OK):
         return False
-    return size <= shutil.disk_usage(SHARED_MEMORY).free // _MAX_SHARE
+    room = shutil.disk_usage(SHARED_MEMORY)
+    return room.free - size >= room.total // _LEFT_SHARE

@@ -227,6 +227,8 @@ TEXT_EMIT_INTERVAL_S = 0.2
 """Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
 TEXT_MESSAGE_INTERVAL_S = 0.1
 """Minimum pause of the text view for each message sent."""
+PROCESSES_END_S = 2.0
+"""For processes of the last launch, which may still count towards a limit."""
 SIGNAL_CHECK_INTERVAL_S = 0.5
 """Longest uninterrupted wait of a main thread. Python misses a signal that arrives as a wait begins, until it ends."""
 
@@ -235,6 +237,8 @@ PANEL_SHOW_DELAY_S = 0.1
 """A launch that ends sooner shows only its record, if the record holds everything."""
 PANEL_SHOWN_TIMEOUT_S = 5.0
 """For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
+PAGE_RECORD_TIMEOUT_S = 2.0
+"""For a page to ask for the record, at the end of such a cell."""
 PANEL_SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 PANEL_HEARTBEAT_INTERVAL_S = 2.0
@@ -253,8 +257,6 @@ BUSY_STATUS_DURATION_S = 5.0
 """How long a page that connects, or gets a panel, has "busy" statuses: the threads that answer it report "idle"."""
 
 # ------------------------------------------------------------------ training
-APPENDED_LINE_INTERVAL_S = 10.0
-"""Between two lines of a run in the notebook's process, where a line cannot be replaced."""
 STOP_AGREEMENT_S = 2.0
 """For the ranks of an interrupted training run to agree on their last step; usually milliseconds."""
 STOP_STEP_S = 3.0

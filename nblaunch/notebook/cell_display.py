@@ -59,6 +59,10 @@ class CellDisplay:
         assert publisher.session is not None
         publisher.session.send(publisher.pub_socket, kind, content, parent=self._parent, ident=publisher.topic)
 
+    def forget(self) -> None:
+        """Let an append-only cell show the next bundle whatever it has shown."""
+        self._kinds.clear()
+
     @property
     def cell(self) -> str:
         """The id of the cell, as JupyterLab says it; else empty."""

@@ -33,13 +33,11 @@ class CellSyntaxError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows for such an error in any cell. Called by IPython."""
-        shell: Any = get_ipython()
-        shown = self.shown
-        lines: list[str] = shell.SyntaxTB.structured_traceback(type(shown), shown, [])
-        return lines
+        renderer: Any = get_ipython().SyntaxTB  # type: ignore[union-attr]  # which has called this
+        return list(renderer.structured_traceback(type(self.shown), self.shown, []))
 
 
-CellSyntaxError.__name__ = SyntaxError.__name__
+CellSyntaxError.__name__ = SyntaxError.__name__  # which the kernel reports
 
 
 def make_cell(

@@ -27,7 +27,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.auto_cells import goes_to_session, paused, resume
-from nblaunch.notebook.panel import PanelView, wait_for_panels
+from nblaunch.notebook.panel import PanelView, settle_panels
 from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
 
@@ -145,7 +145,7 @@ class NotebookFrontend:
     def after_cell(self, result: Any) -> None:
         """Run at the end of each cell: refresh the engine, and note the cell that initialized CUDA."""
         resume()
-        wait_for_panels()
+        settle_panels(self.wait)
         if self._was_examined:
             self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it

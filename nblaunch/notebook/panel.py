@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nblaunch.engines.protocol import Workers
@@ -121,7 +121,10 @@ class PanelView(View):
         self._credit = _bytes_per_message()
         self._sent_at = 0.0
         self._is_retired = False
-        self._is_shown = threading.Event()
+        self._is_shown, self._is_recorded = threading.Event(), threading.Event()
+        """The cell has the display; a page has asked for the record since the launch ended."""
+        self._is_behind = False
+        """The cell has a record of the running launch, which only a page can replace."""
 
     # -------------------------------------------------------------- from the launch
     def on(self, event: Event) -> None:
@@ -130,8 +133,8 @@ class PanelView(View):
                 self._controls = controls
                 self._blocking = blocking and threading.current_thread() is threading.main_thread()
                 self._begun = time.monotonic()
-                if self._display.is_append_only and not self._blocking:
-                    _awaited.append(self._is_shown)
+                if self._display.is_append_only:
+                    _awaited.append(self)
             case Started(info):
                 self._start(info)
             case RanksPlaced(workers):
@@ -196,6 +199,21 @@ class PanelView(View):
     def _now(self) -> float:
         return round(time.monotonic() - self._begun, 2)
 
+    def settle(self, wait: Callable[[threading.Event, float], bool]) -> None:
+        """Run at the end of an append-only cell: wait until the cell has what it must show.
+
+        Without a page that writes the record of a launch that has ended, show it again.
+
+        Args:
+            wait: Waits for an event, so many seconds; returns False if it did not come.
+        """
+        if not self._over.is_set():
+            wait(self._is_shown, timeouts.PANEL_SHOWN_TIMEOUT_S)
+        elif self._is_behind and not wait(self._is_recorded, timeouts.PAGE_RECORD_TIMEOUT_S):
+            with self._lock:
+                self._display.forget()
+                self._show()
+
     # -------------------------------------------------------------- the display
     def _show(self) -> None:
         """Display the current state. Requires the lock.
@@ -211,6 +229,7 @@ class PanelView(View):
         if self._widget is not None and not self._over.is_set():
             shown, metadata = self._widget._repr_mimebundle_()  # in Colab: where its page gets a widget manager
             bundle[WIDGET] = shown[WIDGET]
+            self._is_behind = self._display.is_append_only
         self._display.show(bundle, metadata)
         self._is_shown.set()
 
@@ -272,7 +291,7 @@ class PanelView(View):
         """Start the sender thread unless it runs. Requires the lock."""
         if self._sender is None:
             sender = threading.Thread(target=self._send_all, name="nblaunch-panel", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: tried again at the next event
+            with contextlib.suppress(RuntimeError):  # no more threads: the cell gets the record alone
                 sender.start()
                 self._sender = sender
 
@@ -393,6 +412,8 @@ class PanelView(View):
                 with self._lock:
                     self._needs_record = True
                     self._send_in_background()
+                    if self._over.is_set():
+                        self._is_recorded.set()
             case OlderRequest() as request:
                 self._answer(request)
             case Request() as request:
@@ -428,11 +449,10 @@ class PanelView(View):
         widget.send(to_content(message), [data])
 
 
-def wait_for_panels() -> None:
-    """Wait for the panels of launches in the background, in a cell that can show nothing after its end."""
-    deadline = time.monotonic() + timeouts.PANEL_SHOWN_TIMEOUT_S
+def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:
+    """Run at the end of each cell: settle the panels of a cell that can show nothing after its end."""
     while _awaited:
-        _awaited.popleft().wait(max(0.0, deadline - time.monotonic()))
+        _awaited.popleft().settle(wait)
 
 
 def _bytes_per_message() -> float:
@@ -441,5 +461,5 @@ def _bytes_per_message() -> float:
 
 _ended: deque[PanelView] = deque()
 """Live panels whose launch has ended, oldest first."""
-_awaited: deque[threading.Event] = deque()
-"""Set once the panel is shown: `wait_for_panels` waits for each."""
+_awaited: deque[PanelView] = deque()
+"""Of the present cell, if it is append-only."""

@@ -61,9 +61,8 @@ class PanelWidget(anywidget.AnyWidget):
     """Messages sent so far, for a page that reloads the widget. Never sent on its own."""
 
     def __init__(self, info: PanelInfo, receive: Callable[[dict[str, Any]], None]) -> None:
-        if (
-            "google.colab.output" in sys.modules
-        ):  # each output is a page, which never finds a model that it asks for early
+        # In Colab each output is a page of its own, which never finds a model that it has asked for too early.
+        if "google.colab.output" in sys.modules:
             texts = {"script": script(), "sheet": style()}
         else:
             texts = {"script": f"IPY_MODEL_{PanelScript.shared().model_id}"}

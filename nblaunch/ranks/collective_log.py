@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from nblaunch.machine.own_code import is_users
+from nblaunch.machine.own_code import COLLECTIVE_LOG, is_file, is_users
 from nblaunch.wire.collective_table import POINT_TO_POINT, UNKNOWN, Begun, CollectiveRows, fitting, in_ranges
 from nblaunch.wire.session_messages import CollectivesBegun
 
@@ -28,7 +28,7 @@ _HOOK_ID = 0x6E626C
 _KERNELS: list[Any] = []
 """Keeps the kernels of `install_kernels` registered."""
 _CALL = re.compile(r"allreduce|broadcast|reduce_scatter|reduce|allgather|gather|scatter|alltoall|\w*barrier|send|recv")
-"""What the hook calls an operator, whose name says more, such as ``_allgather_base_``."""
+"""Finds the hook's name of a call, such as ALLGATHER, in that of the operator, ``_allgather_base_``."""
 _is_users = functools.lru_cache(maxsize=4096)(is_users)
 
 
@@ -184,7 +184,7 @@ def install_kernels() -> None:
     below = torch._C._dispatch_keyset_full_after(key)
     library = torch.library.Library("c10d", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("c10d::"):
+        if name.startswith("c10d::") and "." not in name:  # a vendor's overload
             operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
             if any(argument.name == "process_group" for argument in operator._schema.arguments):
                 library.impl(operator, _kernel(operator, below), key.name, with_keyset=True)
@@ -208,6 +208,15 @@ def _kernel(operator: Any, below: Any) -> Callable[..., Any]:
         return go_on(keys & below, *args)
 
     return kernel
+
+
+def cut_kernel(error: BaseException) -> None:
+    """Let a traceback that ends in a kernel end in torch's call of it, as with other versions of torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if trace.tb_next.tb_next is None and is_file(trace.tb_next.tb_frame.f_code.co_filename, COLLECTIVE_LOG):
+            trace.tb_next = None
+        trace = trace.tb_next
 
 
 def _flat(tensors: Any) -> list[Any]:

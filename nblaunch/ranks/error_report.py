@@ -11,8 +11,8 @@ import traceback
 from typing import Any, Literal
 
 from nblaunch.errors import PayloadError, text_of
-from nblaunch.machine.limits import process_advice, shared_memory_advice
-from nblaunch.machine.own_code import COLLECTIVE_LOG, PACKAGE, is_file, is_rank_runtime, is_users, users_part
+from nblaunch.machine.limits import advice_on_threads, shared_memory_advice
+from nblaunch.machine.own_code import PACKAGE, is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, GpuMemory
 
@@ -27,10 +27,6 @@ _FULL_SHARED_MEMORY = re.compile(
     r"DataLoader worker .* killed by signal: Bus error|unable to (?:allocate|write|resize)[^\n]* file </torch_"
 )
 """In torch's messages, and in those of its workers, which the traceback has."""
-_NO_THREAD = re.compile(
-    r"can't start new thread|RuntimeError: Resource temporarily unavailable|fork[\s\S]*Resource temporarily unavailable"
-)
-"""Of Python, of a C++ thread, and of a fork; alone, the words also speak of a lock or a socket."""
 _log = logging.getLogger(__name__)
 usual_hook: Any = sys.excepthook
 """The hook before the task ran, such as IPython's."""
@@ -67,9 +63,7 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
 
 def _advice(trace: str) -> str:
     """Return what to do about a limit of this machine that an exception's traceback speaks of."""
-    if _FULL_SHARED_MEMORY.search(trace):
-        return shared_memory_advice()
-    return process_advice() if _NO_THREAD.search(trace) else ""
+    return shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else advice_on_threads(trace)
 
 
 def call_hook(error: BaseException) -> None:
@@ -158,8 +152,6 @@ def _collective(error: BaseException) -> str:
     """
     name = own = last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if is_file(frame.f_code.co_filename, COLLECTIVE_LOG):
-            continue
         caller, last = last, frame.f_code.co_filename.replace("\\", "/")
         function = frame.f_code.co_name
         if "torch/distributed/" in last:

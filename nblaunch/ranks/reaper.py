@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, Literal, NoReturn
 
 from nblaunch.machine import named_resources, processes, timeouts
-from nblaunch.machine.limits import process_advice
+from nblaunch.machine.limits import remedy
 from nblaunch.ranks import process_group
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel, readable
@@ -193,7 +193,7 @@ class _Reaper:
             try:
                 self.start(message.spec, fds[0])
             except Exception as error:  # noqa: BLE001  # E2BIG, ENOMEM, a missing log directory
-                hint = f": {process_advice()}" if isinstance(error, BlockingIOError) else ""
+                hint = remedy(error) if isinstance(error, OSError) else ""
                 self.send(NotStarted(message.spec.rank, f"{type(error).__name__}: {error}{hint}"))
         elif isinstance(message, EndGroup):
             self.keeps = False

@@ -39,7 +39,7 @@ from nblaunch.ranks import (
     task_body,
 )
 from nblaunch.ranks.breakpoints import Breakpoints
-from nblaunch.ranks.collective_log import collective_log
+from nblaunch.ranks.collective_log import collective_log, cut_kernel
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.namespace import Namespace, without_unbuilt
@@ -204,6 +204,7 @@ def _run(
     try:
         result, changed = _work(spec, task, load, link, breakpoints, home)
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+        cut_kernel(error)
         failed = error_report.describe(spec.rank, task.task, error, was_interrupted=link.is_stopping)
         breakpoints.end_task()
         if home is not None and isinstance(error, Exception):

@@ -62,22 +62,35 @@ def test_nbclient_is_told_from_a_server(page: Page) -> None:
     assert page.kernel.ask(SENT_BY_SERVER) is False  # nbclient starts its kernel as this one was started
 
 
-def test_a_server_gets_the_panel_once_and_no_update(served: Kernel, tmp_path: Path) -> None:
+def test_without_a_page_the_cell_ends_with_the_record(served: Kernel, tmp_path: Path) -> None:
     go = tmp_path / "go"
     request = served.start_cell(f"{WAITS}\nnotebook_launcher(waits, args=({str(go)!r},), num_processes=1)")
     cell, deadline = served.cells[request], time.monotonic() + LONG
     while not _displayed(cell):
         served.take_message(deadline)
     go.touch()
-    (kind, bundle), *others = _displayed(served.finish_cell(request).check())
-    assert (kind, others) == ("display_data", [])
-    assert WIDGET in bundle
-    assert "running" in bundle["text/plain"]
+    shown = _displayed(served.finish_cell(request).check())
+    assert [(kind, WIDGET in bundle) for kind, bundle in shown] == [("display_data", True), ("display_data", False)]
+    assert ["running" in bundle["text/plain"] for _, bundle in shown] == [True, False]
+
+
+def test_a_page_that_writes_the_record_gets_no_other(served: Kernel, page: Page, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    page.new_subshell()
+    request = page.start(f"{WAITS}\nnotebook_launcher(waits, args=({str(go)!r},), num_processes=1)")
+    page.take_until(lambda: page.displays and page.status == "running")
+    go.touch()
+    page.take_until(lambda: page.status == "finished")
+    page.send(kind="record", launch=page.state["info"]["launch"])
+    page.take_until(lambda: request in page.idle and page.of("record"))
+    assert len(page.displays) == 1
+    assert "finished" in page.of("record")[0]["text"]
 
 
 def test_a_server_gets_the_record_of_a_short_launch(served: Kernel) -> None:
-    cell = served.run("notebook_launcher(lambda: None, num_processes=1)").check()
-    assert [kind for kind, _ in _displayed(cell)] == ["display_data"]
+    *_, (kind, bundle) = _displayed(served.run("notebook_launcher(lambda: None, num_processes=1)").check())
+    assert kind == "display_data"
+    assert "finished in" in bundle["text/plain"]
 
 
 def test_the_panel_of_a_background_launch_is_in_its_cell(served: Kernel, tmp_path: Path) -> None:

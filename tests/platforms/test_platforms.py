@@ -130,14 +130,13 @@ def test_stop_reaches_ranks_while_the_cell_runs(page: Page) -> None:
 
 
 def test_ranks_that_wait_are_explained(kernel: Kernel) -> None:
-    kernel.run(
-        "from nblaunch.machine import timeouts; timeouts.STUCK_AFTER_S = 1.0; timeouts.STUCK_POLL_S = 0.2"
-    ).check()
-    cell = kernel.run(
-        "%%distributed -n 2 --view text --timeout 4\nif rank == 0:\n    dist.barrier()\nelse:\n    waits()"
-    )
-    assert "rank 0 waits in barrier" in cell.text
+    kernel.run("from nblaunch.machine import timeouts; before = timeouts.STUCK_AFTER_S; timeouts.STUCK_AFTER_S = 1.0")
+    request = kernel.start_cell("%%distributed -n 2 --view text\nif rank == 0:\n    dist.barrier()\nelse:\n    waits()")
+    cell = kernel.finish_cell(request, until="rank 0 waits in barrier")
+    kernel.interrupt()
     assert "line 3" in cell.text
+    kernel.finish_cell(request)
+    kernel.run("timeouts.STUCK_AFTER_S = before").check()
 
 
 def test_an_interrupt_ends_the_launch(kernel: Kernel) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -142,14 +141,6 @@ def test_a_sandbox_may_lack_system_calls(tmp_path: Path) -> None:
     assert run_in(refusing(*lacks), tmp_path) == ALL
 
 
-def test_a_sandbox_without_sessions_is_named() -> None:
-    command = [*refusing("setsid=EPERM"), sys.executable, "-c", LOADS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
-    assert re.search(
-        r"StartError: the fork server could not be started: .*: does a sandbox refuse setsid\?", done.stderr
-    )
-
-
 @pytest.mark.parametrize(
     "lacks",
     [
@@ -179,7 +170,9 @@ def test_a_small_ulimit_of_processes_is_named(home: Path) -> None:
 
 
 def test_a_kernel_survives_a_small_ulimit_of_processes(home: Path) -> None:
-    with running_kernel(*limited(24, home), *KERNEL, NBLAUNCH_VIEW="auto") as kernel:
+    with running_kernel(
+        *limited(24, home), *KERNEL, NBLAUNCH_VIEW="auto", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1"
+    ) as kernel:
         kernel.run("from nblaunch import notebook_launcher").check()
         for _ in range(2):
             cell = kernel.run("notebook_launcher(lambda: None, num_processes=2)")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import text_of
-from nblaunch.machine.own_code import COLLECTIVE_LOG, PACKAGE, RANK_WORKER
+from nblaunch.machine.own_code import PACKAGE, RANK_WORKER
 from nblaunch.ranks.error_report import describe, unsendable_result
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
@@ -201,7 +201,6 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection 
     [
         (RuntimeError(CLOSED), [CELL, (LOGGER, "wrapper"), (COLLECTIVES, "all_reduce")], "all_reduce"),
         (RuntimeError("anything"), [CELL, (LOGGER, "wrapper"), (COLLECTIVES, "barrier")], "barrier"),
-        (RuntimeError("x"), [CELL, (COLLECTIVES, "barrier"), (COLLECTIVE_LOG, "kernel")], "barrier"),
         (
             RuntimeError("x"),
             [CELL, (COLLECTIVES, "all_gather_object"), (COLLECTIVES, "all_gather")],
@@ -276,6 +275,8 @@ def test_a_full_dev_shm_brings_advice(text: str, is_full: bool) -> None:
         (RuntimeError("can't start new thread"), True),
         (RuntimeError("Resource temporarily unavailable"), True),
         (BlockingIOError(11, "Resource temporarily unavailable"), False),  # of a lock or a socket
+        (RuntimeError("std::system_error: Resource temporarily unavailable"), True),
+        (OSError("in pytorch_fork_step(): Resource temporarily unavailable"), False),
     ],
 )
 def test_a_limit_of_threads_brings_advice(error: Exception, is_limit: bool) -> None:

@@ -93,7 +93,7 @@ def test_a_crash_shows_the_last_lines_of_stderr_or_else_of_stdout() -> None:
 
 @pytest.mark.parametrize("hosts", [(), ("n1", "n2")])
 def test_a_crash_for_want_of_threads_names_the_limit(hosts: tuple[str, ...]) -> None:
-    said = FakeLog(bytearray(b"terminate called without an active exception\n"))
+    said = FakeLog(bytearray(b"RuntimeError: can't start new thread\n"))
     end = RankEnd(1, Done(1, 1, 5), None, RankExited(1, -signal.SIGABRT, 6))
     account = Account(
         "train", [end], LaunchFiles(Path("/logs"), None), {}, {1: {"out": said, "err": said}}, hosts=hosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import errno
 import os
-import threading
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from nblaunch.machine import limits
 from nblaunch.machine.limits import free_memory, usable_cpus
+from nblaunch.machine.processes import thread_count
 
 NO_QUOTA = 1_000_000
 NO_LIMIT = 1 << 62
@@ -136,7 +137,7 @@ def test_the_remedy_suits_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_LONG_ONE", "x" * 100_000)
     said = limits.remedy(OSError(errno.E2BIG, "too long"))
     assert said == ": the environment variable A_LONG_ONE has 100,000 characters: del os.environ['A_LONG_ONE']"
-    assert limits.remedy(OSError(errno.EMFILE, "too many")).endswith("(ulimit -u, ulimit -n)")
+    assert limits.remedy(OSError(errno.EMFILE, "too many")).endswith("(ulimit -n)")
     assert limits.remedy(OSError(errno.ENOSPC, "full")) == ""
 
 
@@ -151,15 +152,14 @@ def test_without_proc_the_machines_memory_is_the_limit(monkeypatch: pytest.Monke
 def test_limits_of_processes_are_named(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_ROOT", cgroups.root)
     monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr("resource.getrlimit", lambda kind: (300, 300))
     cgroups.holds("pids.max", "512\n")
     said = limits.remedy(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
     assert (
         "this user's `ulimit -u` (RLIMIT_NPROC) is 300; the container's pids.max (docker run --pids-limit) is 5" in said
     )
-    monkeypatch.setattr(os, "geteuid", lambda: 0)  # whom the first does not limit
     cgroups.holds("pids.max", "max\n")
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
     assert "(ulimit -u, or a cgroup's pids.max): end processes" in limits.process_advice()
 
 
@@ -168,7 +168,8 @@ def test_refused_threads_are_found_before_a_library_needs_them(
 ) -> None:
     monkeypatch.setattr(limits, "_ROOT", cgroups.root)
     monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
-    before, start = threading.active_count(), _thread.start_new_thread
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (300, 300))
+    before, start = thread_count(), _thread.start_new_thread
     left = [0, 0, 0]
 
     def limited(*args: Any) -> int:
@@ -178,10 +179,18 @@ def test_refused_threads_are_found_before_a_library_needs_them(
         return start(*args)
 
     monkeypatch.setattr(_thread, "start_new_thread", limited)
-    cgroups.holds("pids.max", "max\n")
-    assert os.geteuid() or limits.refused_threads(10) == ""
-    cgroups.holds("pids.max", "512\n")
     assert limits.refused_threads(3) == ""
     left += [0, 0, 0]
-    assert "pids.max (docker run --pids-limit) is 512" in limits.refused_threads(4)
-    assert threading.active_count() == before
+    said = limits.refused_threads(4)
+    assert said.startswith("4 more processes and threads cannot be started (this user's `ulimit -u`")
+    assert thread_count() == before
+
+
+def test_a_cgroup_that_is_full_of_processes_is_found(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_ROOT", cgroups.root)
+    monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
+    cgroups.holds("pids.max", "512\n")
+    cgroups.holds("pids.current", "500\n")
+    assert "pids.max (docker run --pids-limit) is 512" in limits.refused_threads(13)
+    cgroups.holds("pids.current", "100\n")
+    assert limits.refused_threads(13) == ""

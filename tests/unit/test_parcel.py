@@ -974,7 +974,7 @@ def test_a_large_file_needs_room_where_memory_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(sealed_files, "_MAX_SHARE", 1 << 60)
+    monkeypatch.setattr(sealed_files, "_LEFT_SHARE", 0.5)
     data = large()
     placed = dict(segments.write([Region(data.data_ptr(), 1000)], tmp_path))
     assert not any(each.segment.in_memory for each in placed.values())

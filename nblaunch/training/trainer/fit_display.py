@@ -114,11 +114,10 @@ class FitDisplay:
 
 
 class _Line:
-    """A line of text in the notebook that is replaced; where the server runs the cells, another one now and then."""
+    """A line of text in the notebook that is replaced; where that cannot be done, only the first and the last."""
 
     def __init__(self, publisher: Any, *, is_append_only: bool = False) -> None:
         self._publisher, self._is_append_only = publisher, is_append_only
-        self._due = 0.0
         self._transient = {"display_id": uuid.uuid4().hex}
         self._is_shown = False
 
@@ -132,12 +131,9 @@ class _Line:
         return cls(shell.display_pub, is_append_only=runs_on_server(shell.kernel))
 
     def show(self, text: str, *, is_last: bool = False) -> None:
-        if self._is_append_only:
-            now = time.monotonic()
-            if now < self._due and not is_last:
-                return
-            self._due, self._is_shown = now + timeouts.APPENDED_LINE_INTERVAL_S, False
-        self._publisher.publish({"text/plain": text}, transient=self._transient, update=self._is_shown)
+        if not (self._is_append_only and self._is_shown and not is_last):
+            update = self._is_shown and not self._is_append_only
+            self._publisher.publish({"text/plain": text}, transient=self._transient, update=update)
         self._is_shown = True
 
 
