@@ -47,6 +47,8 @@ class OtherPage:
     def __init__(self, shown: Any, page: Page) -> None:
         self.shown, self.page = shown, page
         self.delivered = 0
+        self.has_ended = False
+        """The cell: from then on what the page sends reaches the kernel."""
         shown.expose_function("control", self._control)
         shown.add_script_tag(path=str(Path(__file__).with_name("other_page.js")))
 
@@ -72,10 +74,9 @@ class OtherPage:
         self.shown.get_by_role("button", name=name).first.click()
 
     def finish(self, request: str) -> None:
-        """Deliver until the cell has ended, and then to the kernel what has waited for that."""
+        """Deliver until the cell has ended."""
         self._deliver_until(lambda: request in self.page.idle)
-        for content in self.shown.evaluate("window.queue.splice(0)"):
-            self.page.send(**content)
+        self.has_ended = True
 
     def _deliver_until(self, condition: Any) -> None:
         def delivered() -> bool:
@@ -92,6 +93,8 @@ class OtherPage:
                 "([content, data]) => window.deliver(content, data)", [content, base64.b64encode(data).decode()]
             )
         self.delivered = len(self.page.messages)
+        for content in self.shown.evaluate("window.queue.splice(0)") if self.has_ended else []:
+            self.page.send(**content)
         self.shown.evaluate("new Promise(requestAnimationFrame)")  # and let the page call `control`
 
 

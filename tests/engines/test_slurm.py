@@ -82,7 +82,9 @@ def test_variables_that_srun_refuses_together_are_left_out(
 ) -> None:
     for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_GPU"):
         monkeypatch.setenv(name, "1")
-    with pytest.warns(UserWarning, match="refuses SLURM_MEM_PER_NODE beside SLURM_MEM_PER_CPU in the notebook's env"):
+    with pytest.warns(
+        UserWarning, match="SLURM_MEM_PER_NODE and SLURM_MEM_PER_CPU of the notebook's env.* are left out"
+    ):
         assert [host for host, _ in launch(hosts)] == ["n1", "n2"]
     current.release()
     assert [host for host, _ in launch(hosts, engine="slurm --mem-per-cpu=100")] == ["n1", "n2"]

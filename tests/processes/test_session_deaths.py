@@ -425,11 +425,15 @@ def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
         assert list(made.run(abs, Slow(), view="none")) == [1]
 
 
+def kills_its_reaper(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
 def test_a_reaper_that_dies_under_a_task_says_how_to_go_on(session: Session) -> None:
-    reaper = session.run(os.getppid, view="none")[0]
-    threading.Timer(0.3, os.kill, [reaper, signal.SIGKILL]).start()
     with pytest.raises(RankError, match="killed, and all ranks with it: `%distributed session restart --name deaths`"):
-        session.run(time.sleep, 600, view="none")
+        session.run(kills_its_reaper, view="none")
     session.restart()
     assert len(session.run(os.getpid, view="none")) == 2
 

@@ -328,7 +328,7 @@ def test_refused_anonymous_memory_is_replaced(number: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     for free, folder in ((100, "/dev/shm"), (99, tempfile.gettempdir())):
-        usage = SimpleNamespace(free=free)
+        usage = SimpleNamespace(free=free, total=100)
         monkeypatch.setattr("nblaunch.machine.sealed_files.shutil.disk_usage", lambda path, usage=usage: usage)
         fd = sealed_files.create(50).leave_writable()
         assert os.fstat(fd).st_dev == os.stat(folder).st_dev
