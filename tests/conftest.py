@@ -27,14 +27,10 @@ from typing import Any
 
 import pytest
 
-from nblaunch.engines import generations
-from nblaunch.engines.generations import servers
-from nblaunch.engines.grandchild import Grandchild
-from nblaunch.engines.server_client import ForkServer
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import ForkServer, Servers, Where, servers
 from nblaunch.machine.processes import descendants, is_resource_tracker
-from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
-from nblaunch.ranks.reaper import SPARE
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire import launch_files
 
@@ -77,7 +73,7 @@ def _is_long(path: Path) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    generations._PRELOAD += ("pytest", "nblaunch.launch.live_sessions")  # each rank imports a test file, and these
+    fork_servers._PRELOAD += ("pytest", "nblaunch.launch.live_sessions")  # each rank imports a test file, and these
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits SIG_IGN, and so would ranks
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
@@ -181,21 +177,25 @@ def eventually(
 def settled_server() -> ForkServer:
     """The fork server, once none is being built that would take its place."""
     servers.warm_up()
-    eventually(lambda: servers._builder.thread is None, otherwise=servers.status)
-    assert servers._warm is not None
-    return servers._warm
+    eventually(lambda: servers._builder is None, otherwise=servers.status)
+    return present_server()
 
 
-def marked_processes(with_spares: bool = False) -> set[int]:
-    """Every living process that this worker has started, by its environment; those that wait for a launch if wanted."""
+def present_server(of: Servers = servers) -> ForkServer:
+    """The server that a launch here would use."""
+    server = of._best(Where.here())
+    assert server is not None
+    return server
+
+
+def marked_processes() -> set[int]:
+    """Every living process that this worker has started, by its environment."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
                 if mark not in Path(f"/proc/{name}/environ").read_bytes():
-                    continue
-                if not with_spares and is_spare(int(name)):
                     continue
                 state = state_of(int(name))
             except OSError:
@@ -222,22 +222,12 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-def is_spare(pid: int) -> bool:
-    """Whether a process waits for the next launch, as a child of a fork server or of such a child."""
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return False  # it has ended meanwhile
-    parent = parent_of(pid)
-    return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent, 1000)
-
-
 def _serves_another(pid: int) -> bool:
     """Return True for a resource tracker or fork server of a test's kernel that lives: both may come at any time."""
     if is_resource_tracker(pid):
         return parent_of(pid) not in (0, 1, os.getpid())
     try:
-        if Path(f"/proc/{pid}/comm").read_text().rstrip() not in (SERVER, BUILDER):
+        if Path(f"/proc/{pid}/comm").read_text().rstrip() != SERVER:
             return False  # another process's third argument is something else: a worker's is a number
         kernel = json.loads(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3])[1]
     except (OSError, IndexError, ValueError):
@@ -271,8 +261,6 @@ def _descriptors() -> dict[str, int]:
         kinds[kind] = kinds.get(kind, 0) + 1
     for server in servers.all():
         kinds["socket"] = kinds.get("socket", 0) - (server.channel.fileno() >= 0)
-        if isinstance(server.process, Grandchild) and server.process.pid:
-            kinds["anon_inode"] = kinds.get("anon_inode", 0) - 1  # its pidfd
     return {kind: count for kind, count in kinds.items() if not kind.startswith("/memfd:nblaunch-stderr")}  # a server's
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 
-from nblaunch.engines.server_client import Reaper
+from nblaunch.engines.fork_servers import Reaper
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import named_resources
 from nblaunch.machine.inventory import has_used_cuda

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from nblaunch.engines import kernel_fork
-from nblaunch.engines.generations import servers
-from nblaunch.engines.import_environment import Where
+from nblaunch.engines.fork_servers import Where, servers
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.protocol import Order, Wakeup
 from nblaunch.errors import ArgumentError
@@ -79,7 +78,7 @@ class LocalEngine:
             reaper = kernel_fork.fork_kernel(order.payload)
         else:
             where = Where(order.envs[0], order.process.cwd, order.named)
-            reaper = servers.reaper(cast("Method", order.method), order.launch_id, len(order.ranks[0]), where)
+            reaper = servers.reaper(cast("Method", order.method), order.launch_id, where)
         return LocalWorkers(order, reaper, wakeup)
 
     def prepare_next(self) -> None:

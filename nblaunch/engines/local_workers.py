@@ -21,14 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nblaunch.engines.generations import servers
+from nblaunch.engines.fork_servers import Reaper, servers
 from nblaunch.engines.group_events import Descriptors, Event, Lost, LostDescriptors, Received
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.engines.rendezvous import Rendezvous
-from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
-from nblaunch.machine import named_resources, processes, timeouts
+from nblaunch.machine import named_resources, timeouts
 from nblaunch.machine.inventory import LOOPBACK
 from nblaunch.machine.limits import refused_threads, remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
@@ -37,7 +36,6 @@ from nblaunch.wire.drops import Table
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     EndGroup,
-    Exiting,
     Method,
     NotStarted,
     RankExited,
@@ -80,7 +78,6 @@ class LocalWorkers:
         self.collectives: CollectiveTable | None = None
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
-        self._reaper_pid = 0
         self._reaper_pidfd: int | None = None
         self._ranks = order.ranks[0]
         self._workers: dict[int, LocalWorker] = {}
@@ -89,8 +86,6 @@ class LocalWorkers:
         self._fds_each = 0
         self._is_careful = self._is_dismissed = False
         self._events: deque[Event] = deque()
-        self._exiting: set[int] = set()
-        """The ranks that have announced their exit."""
         self._has_ended = False
         """`Swept` or `Lost` was reported."""
         self._opened = contextlib.ExitStack()
@@ -292,7 +287,7 @@ class LocalWorkers:
 
     def _take_from_reaper(self, message: object, fds: list[int]) -> None:
         if isinstance(message, ReaperStarted):
-            self.has_begun, self._reaper_pid = True, message.pid
+            self.has_begun = True
             if fds:
                 self._reaper_pidfd = fds[0]
                 self._watch(fds[0], self._reaper_ended)
@@ -333,26 +328,12 @@ class LocalWorkers:
             for message, fds in worker.channel.drain():
                 if isinstance(message, Taken):
                     worker.owes = False
-                elif isinstance(message, Exiting):
-                    self._exiting.add(message.rank)
                 else:
                     self._events.append(Received(worker.rank, message, Descriptors(fds)))
         except LostDescriptorsError as error:
             self._events.append(LostDescriptors(worker.rank, error.message, error))
         if worker.channel.closed:
             self._unwatch(worker.channel)
-        if len(self._exiting) == len(self._ranks) and not self._has_ended:
-            self._end_early()
-
-    def _end_early(self) -> None:
-        """Report every exit, for all ranks have announced it. Wait for the reaper's `Swept` if there are orphans."""
-        if not processes.has_only(self._reaper_pid, [worker.pid for worker in self._workers.values()]):
-            return
-        for rank in self._exiting:
-            if not self._workers[rank].has_exited:
-                self._workers[rank].has_exited = True
-                self._events.append(RankExited(rank, 0, time.monotonic_ns()))
-        self._end(Swept(()))
 
     def _read_rest(self, worker: LocalWorker) -> None:
         while not worker.channel.closed and readable(worker.channel):

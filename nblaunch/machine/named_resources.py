@@ -64,11 +64,6 @@ def record_created(folder: str) -> None:
     kind.__init__, module.register = recorded_begin, recorded_register
 
 
-def has_created(folder: str) -> bool:
-    """Return True if ranks have recorded a block or semaphore, which may be left."""
-    return os.path.exists(os.path.join(folder, _RECORD))
-
-
 def remove_created(folder: str) -> None:
     """Remove the blocks and semaphores that ranks have created and left. Called once the ranks have exited.
 

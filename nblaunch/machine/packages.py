@@ -13,8 +13,9 @@ from pathlib import Path
 
 _METADATA_SUFFIXES = (".dist-info", ".egg-info", ".egg-link", ".pth")
 KNOWN_SAFE = frozenset({"PIL", "accelerate", "matplotlib", "pandas", "scipy", "sklearn", "torchvision", "transformers"})
-"""Packages that are safe to import before ranks are forked; each has a test. Not among them: lightning and
-torchmetrics, which read LOCAL_RANK at import, and pyarrow, which starts threads."""
+"""Packages that are safe to import before ranks are forked; each has a test."""
+_READ_RANK = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"})
+"""Packages that read LOCAL_RANK while they are imported."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """Variables of fork servers, so that libraries start no threads there; each launch sets its own."""
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
@@ -77,6 +78,8 @@ def package_of(module: str) -> str:
 
 def why_not_ahead(package: str) -> str:
     """Return why a package must not be imported ahead of launches; empty if it may be."""
+    if package in _READ_RANK:
+        return "it reads LOCAL_RANK while it is imported"
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # it is broken, or was put into sys.modules by hand

@@ -12,7 +12,6 @@ import errno
 import io
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -22,7 +21,6 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.E
 LINUX = sys.platform == "linux"
 LISTS_PROCESSES = os.path.exists("/proc/self/stat")
 """Whether the descendants of a process can be found: on Linux with a /proc."""
-_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,15 +59,6 @@ def set_name(name: str) -> None:
     """Set this process's name, of at most 15 characters."""
     if _libc is not None:
         _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-
-
-def name_of(pid: int) -> str:
-    """Return the name of a process; empty if it has ended, or off Linux."""
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            return file.read().rstrip("\n")
-    except (OSError, ValueError):  # another program's name may hold any bytes
-        return ""
 
 
 def become_subreaper() -> bool:
@@ -158,15 +147,6 @@ def has_children() -> bool:
     return True
 
 
-def has_only(parent: int, pids: Collection[int]) -> bool:
-    """Return True if a process with one thread has no other children than these; False if unknown."""
-    try:
-        with open(f"/proc/{parent}/task/{parent}/children") as file:
-            return set(map(int, file.read().split())) <= set(pids)
-    except (OSError, ValueError):
-        return False
-
-
 def own_memory() -> float:
     """Return the bytes that this process holds and no file on a disk has; infinite if unknown.
 
@@ -187,29 +167,6 @@ def open_files() -> Iterator[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # listdir's own, or closed meanwhile
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
-
-
-def holds_device_or_port() -> bool:
-    """Return True if this process has an accelerator's file open, or listens; also if that is unknown.
-
-    A port that the system has chosen does not count, such as gloo's, which stays open: no other program asks for it.
-    """
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-            first, last = map(int, file.read().split())
-        return any(
-            target.startswith(_ACCELERATORS) or (target.startswith("socket:") and _listens(fd, range(first, last + 1)))
-            for fd, target in open_files()
-        )
-    except (OSError, ValueError):
-        return True
-
-
-def _listens(fd: int, chosen: range) -> bool:
-    with socket.socket(fileno=os.dup(fd)) as sock:
-        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        return sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] not in chosen
 
 
 def memory_of(pid: int) -> int:

@@ -13,12 +13,8 @@ MEMORY_CHECK_INTERVAL_S = 1.0
 """Between checks of free memory while sent data is cached."""
 
 # ------------------------------------------------------------------ ranks
-SPARE_DELAY_S = 0.05
-"""Without a launch before the fork server forks spare ranks: the present launch needs the CPUs."""
-SPARE_IDLE_TIMEOUT_S = 60.0
-"""Without a launch before spare ranks exit; the next launch forks new ones."""
 KERNEL_EXIT_TIMEOUT_S = 2.0
-"""After the kernel's exit for reapers and successors to exit before the fork server kills them."""
+"""After the kernel's exit for reapers to exit before the fork server kills them."""
 KERNEL_EXIT_POLL_S = 0.1
 """Between checks for their exits."""
 WATCH_POLL_S = 0.5
@@ -50,17 +46,13 @@ WORKER_START_TIMEOUT_S = 2.0
 SERVER_START_TIMEOUT_S = 120.0
 """For a fork server to import torch, which takes most of a minute from a cold disk."""
 PRELOAD_TIMEOUT_S = 120.0
-"""For a successor to import one package, not counting the time it is paused."""
+"""For a fork server to import one package ahead of launches."""
 SERVER_KILL_TIMEOUT_S = 5.0
 """For a killed fork server to exit; one in uninterruptible sleep exits later."""
-BUILD_POLL_S = 0.2
-"""Between checks whether a successor may go on building."""
 BUILD_QUIET_S = 1.0
-"""Without a launch's start before servers are built."""
-SPARES_RECENT_S = 60.0
-"""After a launch in which a new successor starts with spare ranks."""
+"""Without a launch's start before a fresh fork server is started in the background."""
 SERVER_IDLE_TIMEOUT_S = 600.0
-"""Without a launch or a successor before a fork server ends; the next cell starts the warm one again."""
+"""Without a launch before a fork server ends; the next cell starts one again."""
 LINK_BEAT_S = 1.0
 """Between two signs of life on a link between machines, in both directions."""
 LINK_SILENCE_S = 4.0

@@ -92,27 +92,6 @@ def find_backends() -> None:
             ensure(name)
 
 
-def rehearse() -> None:
-    """Make a group of this process alone, use it and destroy it, so that `join` finds the way paved: 10 ms less.
-
-    A process that was forked from the fork server copies each page when it first writes to it, and looks up each
-    function of torch's libraries when it first calls it. Spares have time for that.
-    """
-    import torch
-    import torch.distributed as dist
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # until the rank has its own variables
-    hook = sys.excepthook
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dist.all_reduce(torch.ones(1))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.distributed_c10d._world.group_count = 0  # torch counts a group that it could not make
-        sys.excepthook = hook  # torch's would print this rank, 0
-
-
 def join(world: World, rank: int, world_size: int) -> None:
     """Initialize this rank's default group, before user code runs.
 

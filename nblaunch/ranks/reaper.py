@@ -23,13 +23,11 @@ from typing import BinaryIO, Literal, NoReturn
 
 from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.limits import remedy
-from nblaunch.ranks import process_group
 from nblaunch.wire import rank_variables
-from nblaunch.wire.channel import Channel, readable
+from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import INCOMPLETE, rank_file
 from nblaunch.wire.messages import (
     EndGroup,
-    NewReaper,
     NotStarted,
     RankExited,
     RankSpec,
@@ -47,20 +45,15 @@ _SPAWN = (
     "import json, sys; fd, tracker, path = json.loads(sys.argv[1]); sys.path[:] = path; del sys.argv[1:]; "
     "from nblaunch.ranks.worker import spawned; spawned(fd, tracker)"
 )
-SPARE = "nblaunch-spare"
-"""The process name of spare reapers and spare ranks, which wait for a launch."""
 
 
-def run(
-    control: socket.socket, watched: Sequence[int], rank_main: RankMain, spare_ranks: int | None = None
-) -> NoReturn:
+def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> NoReturn:
     """Run a reaper; never returns. Call it in a fresh child.
 
     Args:
-        control: The channel to the kernel; of a spare reaper, to the fork server.
+        control: The channel to the kernel.
         watched: Pids whose exit ends the launch.
         rank_main: The main function of forked ranks.
-        spare_ranks: Be a spare reaper: fork this many spare ranks and wait for a launch. Default: serve `control`.
     """
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
@@ -72,8 +65,7 @@ def run(
     processes.close_all_but([control.fileno()])
     reaper = _Reaper(Channel(control), watched, rank_main)
     try:
-        if spare_ranks is None or reaper.wait_for_launch(spare_ranks):
-            reaper.serve()
+        reaper.serve()
         named_resources.remove_created(reaper.scratch)  # the kernel may be dead
         shutil.rmtree(reaper.scratch, ignore_errors=True)
         remove_files_of_killed_agent()
@@ -97,8 +89,6 @@ class _Reaper:
         self.control = control
         self.rank_main = rank_main
         self.ranks: dict[int, int] = {}  # pid -> rank
-        self.spares: list[tuple[int, Channel]] = []
-        """The pids of spare ranks and the channels to them."""
         self.started, self.expected = 0, 1
         self.keeps = False
         """Kept ranks: more may be started, until `EndGroup`."""
@@ -112,56 +102,10 @@ class _Reaper:
         for fd in self.pidfds:
             self.selector.register(fd, selectors.EVENT_READ)
 
-    def wait_for_launch(self, spare_ranks: int) -> bool:
-        """Fork the spare ranks and wait. Return True if a launch has come, False if this process must exit."""
-        processes.set_name(SPARE)
-        for _ in range(spare_ranks):
-            here, there = socket.socketpair()
-            pid = self.fork_child(there.fileno(), lambda there=there: self.be_spare(there))  # type: ignore[misc]
-            there.close()
-            self.spares.append((pid, Channel(here)))
-        while not self.control.closed:
-            ready = self.select()
-            if self.is_orphan(ready):
-                break
-            lost_spare = self.children in ready and bool(self.children.ended())
-            if self.control in ready or lost_spare:  # the launch may have come since the select
-                self.control.poll()
-                for message, fds in self.control.drain():
-                    if isinstance(message, NewReaper):
-                        self.take_launch(Channel(socket.socket(fileno=fds[0])), message.ranks)
-                        return True
-            if lost_spare:
-                break  # the fork server forks another spare reaper
-        kill_descendants(self.children, None, lambda: None)
-        return False
-
-    def take_launch(self, control: Channel, ranks: int) -> None:
-        self.selector.unregister(self.control)
-        self.control.close()
-        self.control = control
-        self.selector.register(control, selectors.EVENT_READ)
-        processes.set_name("nblaunch-reaper")
-        while len(self.spares) > ranks:
-            self.spares.pop()[1].close()  # it exits at EOF
-
-    def be_spare(self, sock: socket.socket) -> None:
-        """Wait until this spare becomes a rank; return at EOF. Called in a child."""
-        processes.set_name(SPARE)
-        channel = Channel(sock)
-        if not readable(channel):
-            with contextlib.suppress(Exception):  # the rank will report whatever fails
-                process_group.rehearse()
-        received = channel.receive()
-        if received is not None and isinstance(received[0], StartRank):
-            processes.set_name("nblaunch-rank")
-            sock.close()
-            self.rank_main(received[0].spec, socket.socket(fileno=received[1][0]))
-
     def serve(self) -> None:
         """Run the launch: start ranks, forward signals, report exits, sweep."""
         own = processes.pidfd(os.getpid())
-        self.send(ReaperStarted(os.getpid()), [] if own is None else [own])
+        self.send(ReaperStarted(), [] if own is None else [own])
         while not self.control.closed and (self.ranks or self.started < self.expected or self.keeps):
             ready = self.select()
             if self.is_orphan(ready):
@@ -216,20 +160,7 @@ class _Reaper:
         self.send(RankStarted(spec.rank, pid))
 
     def fork(self, spec: RankSpec, fd: int) -> int:
-        """Turn a spare into the rank, or fork the rank; return its pid."""
-        while self.spares:
-            pid, channel = self.spares.pop(0)
-            try:
-                channel.send(StartRank(spec), [fd])
-            except OSError:  # the spare was killed
-                continue
-            finally:
-                channel.close()
-            return pid
-        return self.fork_child(fd, lambda: self.rank_main(spec, socket.socket(fileno=fd)))
-
-    def fork_child(self, fd: int, run: Callable[[], None]) -> int:
-        """Fork a child that keeps only this descriptor and calls `run`; return its pid."""
+        """Fork the rank, which keeps only this descriptor; return its pid."""
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -243,7 +174,7 @@ class _Reaper:
             self.children.close()
             processes.close_all_but([fd])
             processes.set_name("nblaunch-rank")
-            run()
+            self.rank_main(spec, socket.socket(fileno=fd))
         finally:
             os._exit(1)
 
@@ -285,8 +216,7 @@ class _Reaper:
 
     def kill_orphans(self) -> None:
         """Kill the orphans of an exited rank. Live kept ranks are subreapers, so their orphans do not come here."""
-        own = {*self.ranks, *(pid for pid, _ in self.spares)}
-        for pid in set(processes.children(os.getpid())) - own:
+        for pid in set(processes.children(os.getpid())) - set(self.ranks):
             for below in (pid, *processes.descendants(pid)):
                 if not processes.is_resource_tracker(below):  # it unlinks shared memory, and exits
                     processes.kill(below, signal.SIGKILL)

@@ -50,12 +50,10 @@ from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
-from nblaunch.wire.messages import Done, Exiting, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
+from nblaunch.wire.messages import Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
 from nblaunch.wire.session_messages import Names, NamesTaken
 
 LoadPayload = Callable[[list[int]], Payload]
-_MUCH_MEMORY = 1 << 30
-"""Bytes that all ranks of a machine have allocated."""
 
 
 def prepare() -> None:
@@ -117,12 +115,12 @@ def spawned(fd: int, tracker: int) -> NoReturn:
     environment.apply_interpreter(spec)
     with contextlib.suppress(ImportError):  # the task reports it, if it needs torch
         process_group.install()
-    link, most = KernelChannel(channel, spec.rank), _memory_to_announce(spec)
-    _leave(_serve(spec, link, _from_parcel), spec.scratch, None if spec.is_kept else link, most)
+    link = KernelChannel(channel, spec.rank)  # open until the exit
+    _leave(_serve(spec, link, _from_parcel))
 
 
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
-    code, link, most = 1, None, 0.0
+    code = 1
     try:
         environment.set_heap(spec, in_thread=in_thread)
         environment.redirect(spec)
@@ -130,11 +128,11 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thr
         stack_dumps.answer(spec)
         environment.apply_spec(spec)
         process_group.install()
-        link, most = KernelChannel(Channel(sock), spec.rank), _memory_to_announce(spec)
+        link = KernelChannel(Channel(sock), spec.rank)  # open until the exit
         code = _serve(spec, link, load)
     except BaseException:  # noqa: BLE001  # goes to the rank's log; the process must end here in any case
         traceback.print_exc()
-    _leave(code, spec.scratch, None if spec.is_kept else link, most)
+    _leave(code)
 
 
 def _from_parcel(fds: list[int]) -> Payload:
@@ -362,20 +360,8 @@ def _await_threads() -> None:
         traceback.print_exc()
 
 
-def _memory_to_announce(spec: RankSpec) -> float:
-    """Return how many bytes this process, just born, may hold at its end and still announce its exit."""
-    return processes.own_memory() + _MUCH_MEMORY / spec.local_world_size
-
-
-def _leave(code: int, scratch: str, link: KernelChannel | None, most: float) -> NoReturn:
-    """Exit as an interpreter would: exit functions, streams. Every result was sent before.
-
-    Args:
-        code: The exit status.
-        scratch: The scratch directory of the launch.
-        link: To a kernel that waits for the exit; None: it does not.
-        most: See `_memory_to_announce`.
-    """
+def _leave(code: int) -> NoReturn:
+    """Exit as an interpreter would: exit functions, streams. Every result was sent before."""
     with contextlib.suppress(BaseException):  # a broken group is not this rank's failure
         process_group.leave(is_last=True)
     enter(None)
@@ -384,17 +370,4 @@ def _leave(code: int, scratch: str, link: KernelChannel | None, most: float) -> 
     except BaseException:  # noqa: BLE001  # the interpreter, too, only prints it
         traceback.print_exc()
     _flush()
-    with contextlib.suppress(BaseException):  # whatever user code has left behind: then the kernel sees the exit
-        if link is not None and code == 0 and not link.interrupted and _leaves_nothing(most, scratch):
-            link.send(Exiting(link.rank))
     os._exit(code & 0xFF)
-
-
-def _leaves_nothing(most: float, scratch: str) -> bool:
-    """Return True if no caller can tell this process from one that has exited.
-
-    It has no child and no thread of the user that might print. It holds no port, no accelerator, and no memory that the
-    next launch might need: the system frees some 10 GB a second, and closes ports after it.
-    """
-    busy = processes.has_children() or _user_threads() or processes.holds_device_or_port()
-    return not (busy or named_resources.has_created(scratch)) and processes.own_memory() < most

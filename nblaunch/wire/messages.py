@@ -31,56 +31,29 @@ class Hello:
     """Why it must not fork ranks (a second thread, CUDA, a failed import); empty if it may."""
     seconds: float
     packages: frozenset[str] = frozenset()
-    """Top-level packages that a successor has imported and the first server has not, dependencies included."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewReaper:
-    """Kernel -> fork server: fork a reaper for this launch. One descriptor: its control socket.
-
-    Fork server -> spare reaper: take this launch.
-    """
-
-    launch_id: str
-    ranks: int = 0
-    """Ranks that it will fork; the fork server keeps as many spares for the next launch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Succeed:
-    """Kernel -> fork server: fork a successor that imports these modules. One descriptor: its channel to the kernel."""
-
-    modules: tuple[str, ...]
-    env: dict[str, str]
-    """The environment during the imports: the ranks' own, without the variables that differ by rank."""
-    cwd: str
-    """The working directory during the imports: the ranks' own."""
-    spares: int | None = None
-    """Ranks that the successor forks ahead of its first launch; None: there was no recent launch."""
+    """Top-level packages that it has imported after torch, dependencies included."""
+    package: str = ""
+    """The package at fault, if there is a problem: a server without it may fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class Importing:
-    """Successor -> kernel: importing modules of this package. One descriptor, the first time: its own pidfd."""
+    """Fork server -> kernel: importing modules of this package now, which ranks can import for themselves."""
 
     package: str
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Successor -> kernel, as its last message: a process that has this package must not fork ranks."""
+class NewReaper:
+    """Kernel -> fork server: fork a reaper for this launch. One descriptor: its control socket."""
 
-    package: str
-    reason: str
+    launch_id: str
 
 
 # ------------------------------------------------------------------ reaper and kernel
 @dataclass(frozen=True, slots=True)
 class ReaperStarted:
     """Reaper -> kernel, as its first message. One descriptor where the system has pidfds: its own."""
-
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,16 +281,6 @@ class Leaving:
     rank: int
     task: int
     """The last task; 0 if there was none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exiting:
-    """Rank -> kernel: only ``os._exit(0)`` follows, and the process holds nothing that a caller could miss or meet.
-
-    A rank that failed or was interrupted does not send it: after those, every rank is gone when the launch ends.
-    """
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)

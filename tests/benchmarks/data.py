@@ -254,9 +254,9 @@ def captured_by(name: str, size: int, ranks: int, rounds: int) -> Captured:
 def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
     first = [float(kernel.ask("timed(imports, 2)"))]
     kernel.run(
-        "from nblaunch.engines.generations import servers\n"
+        "from nblaunch.engines.fork_servers import servers\n"
         "deadline = time.monotonic() + 60\n"
-        "while servers._builder.thread is not None or servers._stocked is None:\n"
+        "while servers._builder is not None or all(server.is_plain for server in servers._servers):\n"
         "    assert time.monotonic() < deadline, servers.status()\n"
         "    time.sleep(0.1)"
     ).check()

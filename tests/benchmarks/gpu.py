@@ -22,9 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from tests.conftest import eventually, is_spare
 from tests.gpu import gpus
 from tests.kernel.harness import Kernel, running_kernel
 
@@ -185,7 +182,6 @@ class Figures:
     loops: dict[str, dict[str, list[float]]]
     """By model and launcher."""
     prefetched: dict[str, list[float]]
-    spares: int
     session: int
 
     def as_json(self) -> dict[str, Any]:
@@ -221,8 +217,8 @@ def measure(rounds: int, steps: int) -> Figures:
         for kernel in (ours, forked):
             kernel.run("assert torch.ones(1, device='cuda').item() == 1").check()
         launches = {name: _seconds(launch, rounds) for name, launch in launchers.items()}
-        spares, session = _held(ours)
-    return Figures(found.line(), found.count, launches, loops, prefetched, spares, session)
+        session = _held(ours)
+    return Figures(found.line(), found.count, launches, loops, prefetched, session)
 
 
 def _kernel(stack: contextlib.ExitStack, setup: str, ranks: int, folder: str) -> Kernel:
@@ -279,21 +275,13 @@ def _seconds(launch: Launch, rounds: int) -> list[float]:
     return seconds[1:]  # the first pays for what is made once
 
 
-def _held(kernel: Kernel) -> tuple[int, int]:
-    """Bytes on all GPUs that spare ranks hold, and a session of a rank on each that has met in one all_reduce."""
-    eventually(lambda: not _spares(), otherwise=lambda: "spares stay")  # they go a minute after the last launch
+def _held(kernel: Kernel) -> int:
+    """Bytes on all GPUs that a session of a rank on each holds, once it has met in one all_reduce."""
     idle = _used(kernel)
-    kernel.run("launch(meet)", LIMIT).check()
-    eventually(_spares, otherwise=lambda: "no spares came")
-    with_spares = _used(kernel)
     kernel.run("import nblaunch\ns = nblaunch.session(RANKS)\ns.run(meet)", LIMIT).check()
     with_session = _used(kernel)
     kernel.run("s.stop()").check()
-    return with_spares - idle, with_session - with_spares
-
-
-def _spares() -> list[int]:
-    return [pid for pid in psutil.pids() if is_spare(pid)]
+    return with_session - idle
 
 
 def _used(kernel: Kernel) -> int:
@@ -321,6 +309,5 @@ def table(figures: Figures) -> str:
     rows += ["", "| ResNet-50 on pinned batches | images/s |", "|---|---|"]
     rows += [f"| {name} | {statistics.median(rates):,.0f} |" for name, rates in figures.prefetched.items()]
     rows += ["", "| held on the GPUs | MB |", "|---|---|"]
-    rows.append(f"| by spare ranks, which wait for the next launch | {figures.spares / 1e6:.0f} |")
     rows.append(f"| by a session of {figures.ranks}, with CUDA and NCCL started | {figures.session / 1e6:.0f} |")
     return "\n".join(rows)

@@ -125,10 +125,9 @@ def test_figures_of_gpus_are_shown_as_tables() -> None:
     loops = {model: {name: [1000.0, 3000.0, 2000.0] for name in names} for model in gpu.MODELS}
     launches: dict[str, list[float]] = {"nblaunch": [0.1, 0.3, 0.2], "torchrun": [5.0], "accelerate": []}
     prefetched = {"Prefetcher": [900.0], "each batch on demand": [600.0]}
-    rows = gpu.table(gpu.Figures("2 × H100", 2, launches, loops, prefetched, 0, 1_200_000_000)).splitlines()
+    rows = gpu.table(gpu.Figures("2 × H100", 2, launches, loops, prefetched, 1_200_000_000)).splitlines()
     assert rows[0] == "On 2 × H100; 2 ranks."
     assert "| a launch from a notebook that has used CUDA, s | 0.200 | 5.000 | impossible |" in rows
     assert "| ResNet-50, 64 images, images/s | 2,000 | 2,000 | 2,000 |" in rows
     assert "| each batch on demand | 600 |" in rows
-    assert "| by spare ranks, which wait for the next launch | 0 |" in rows
     assert "| by a session of 2, with CUDA and NCCL started | 1200 |" in rows

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nblaunch.engines import current
 from nblaunch.engines.command_starter import Command, CommandStarter
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.wire.link_messages import Boot
@@ -18,9 +19,9 @@ from tests.conftest import MARK, eventually
 from tests.engines.machines import KnownMachine
 
 AGENT = """
-from nblaunch.engines import generations
-generations._PRELOAD += ("pytest",)  # each rank imports a test file
-generations._SOON = ()  # and has no optimizer
+from nblaunch.engines import fork_servers
+fork_servers._PRELOAD += ("pytest",)  # each rank imports a test file
+fork_servers._SOON = ()  # and has no optimizer
 from nblaunch.engines.agent import main
 main()
 """
@@ -57,8 +58,17 @@ class MachineStarter(CommandStarter):
 
 def have_begun() -> bool:
     """Return True if both ranks of the only launch of a test have printed ``begun``."""
-    logs = Path(os.environ["NBLAUNCH_STATE_DIR"]).glob("*/rank*.out")
-    return [log.read_text() for log in logs] == ["begun\n"] * 2
+    return [log.read_text() for log in _logs("out")] == ["begun\n"] * 2
+
+
+def what_is_there() -> str:
+    """What the nodes and the ranks of a test have said, for its failure."""
+    said = [f"{log.name}: {log.read_text()[-2000:]!r}" for stream in ("out", "err") for log in _logs(stream)]
+    return "\n".join([*current.status(), *said])
+
+
+def _logs(stream: str) -> list[Path]:
+    return sorted(Path(os.environ["NBLAUNCH_STATE_DIR"]).glob(f"*/rank*.{stream}"))
 
 
 def check_that_a_stop_lets_ranks_finish(launch: Callable[..., Any]) -> None:
@@ -72,7 +82,8 @@ def check_that_a_stop_lets_ranks_finish(launch: Callable[..., Any]) -> None:
             print("saved")
 
     running = launch(work, block=False)
-    eventually(have_begun)
+    eventually(lambda: have_begun() or running.done, otherwise=what_is_there)
+    assert not running.done, running.result()  # which raises why not
     running.stop()
     with pytest.raises(LaunchStoppedError) as caught:
         running.result()

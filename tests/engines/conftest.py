@@ -10,7 +10,7 @@ import pytest
 
 from nblaunch import notebook_launcher
 from nblaunch.engines import current
-from nblaunch.engines.generations import servers
+from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.rendezvous import Rendezvous
 from tests.conftest import eventually

@@ -22,7 +22,6 @@ from nblaunch.engines.ray_driver import most_gpus
 from nblaunch.errors import ArgumentError, NodeLostError, StartError
 from nblaunch.wire.link_messages import Boot
 from tests.conftest import eventually
-from tests.engines.agents import check_that_a_stop_lets_ranks_finish
 from tests.engines.ray_cluster import RayCluster
 
 TWO: dict[str, Any] = {"engine": "ray", "num_nodes": 2}
@@ -75,10 +74,6 @@ def test_a_killed_actor_or_agent_is_a_lost_node(ray_nodes: RayCluster, of_ray: s
         running.result()
     assert time.monotonic() - begin < 30
     eventually(lambda: not n2.processes("nblaunch"))
-
-
-def test_a_stop_lets_ranks_finish(ray_nodes: RayCluster) -> None:
-    check_that_a_stop_lets_ranks_finish(launch)
 
 
 def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCluster) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import eventually, is_spare, marked_processes
+from tests.conftest import command_of, eventually, marked_processes
 from tests.gpu import gpus
 from tests.kernel.harness import Kernel
 
@@ -168,19 +168,13 @@ def test_a_launch_leaves_no_memory_behind(kernel: Kernel) -> None:
     eventually(lambda: kernel.ask("used() - idle") < 64 * MIB, 20, lambda: kernel.ask("used() - idle"))
 
 
-def test_spares_and_fork_servers_touch_no_gpu(kernel: Kernel) -> None:
+def test_fork_servers_touch_no_gpu(kernel: Kernel) -> None:
     """They have not used CUDA, so they hold no memory there, and no rank inherits a CUDA that is broken by the fork."""
     kernel.run(f"notebook_launcher(lambda: None, num_processes={COUNT}, view='none')").check()
-    waiting: set[int] = set()
-
-    def has_spares() -> bool:
-        waiting.update(pid for pid in marked_processes(with_spares=True) if is_spare(pid))
-        return bool(waiting)
-
-    eventually(has_spares)
-    servers = {parent_of(pid) for pid in waiting} - {0}
+    servers = [pid for pid in marked_processes() if "nblaunch.ranks.forkserver" in command_of(pid, 1000)]
+    assert servers
     assert uses_cuda(kernel.pid)
-    assert [pid for pid in waiting | servers if uses_cuda(pid)] == []
+    assert [pid for pid in servers if uses_cuda(pid)] == []
 
 
 def uses_cuda(pid: int) -> bool:

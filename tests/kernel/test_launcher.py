@@ -345,7 +345,7 @@ def test_the_toolkit_refuses_a_kernel_that_is_one_of_several_tasks(bare_kernel: 
     assert cell.error.startswith("NestedLaunchError: this is task 0 of the 2 of a Slurm step")
 
 
-SERVER = "__import__('nblaunch.engines.generations', fromlist=['servers']).servers.status()[0]"
+SERVER = "__import__('nblaunch.engines.fork_servers', fromlist=['servers']).servers.status()[0]"
 
 
 @pytest.mark.parametrize("name", ["notebook_launcher", "session"])

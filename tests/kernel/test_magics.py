@@ -197,8 +197,8 @@ def test_a_preload_that_cannot_be_is_a_usage_error(kernel: Kernel, line: str, fi
 
 def test_a_module_that_the_magic_names_is_there_before_the_ranks(kernel: Kernel) -> None:
     assert kernel.run("%distributed preload colorsys").check().value == ""
-    kernel.run("from nblaunch.engines.generations import servers\nimport time").check()
-    kernel.run("while servers._builder.thread is not None: time.sleep(0.05)").check()
+    kernel.run("from nblaunch.engines.fork_servers import servers\nimport time").check()
+    kernel.run("while servers._builder is not None: time.sleep(0.05)").check()
     assert "with colorsys imported: pid" in kernel.run("%distributed status").check().stdout
     kernel.run("%%distributed -n 2 -o there\nimport sys\n'colorsys' in sys.modules").check()
     assert kernel.ask("list(there)") == [True, True]

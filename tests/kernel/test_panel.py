@@ -86,7 +86,7 @@ def test_slow_packing_is_shown_until_the_launch_is(page: Page) -> None:
 
 
 def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
-    stop = "from nblaunch.engines.generations import servers; servers.stop()"
+    stop = "from nblaunch.engines.fork_servers import servers; servers.stop()"
     cells = {
         "notebook_launcher(abs, args=(1,), num_processes=2)": "finished in",
         "%distributed session start -n 1 --name waits": "session waits",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nblaunch import notebook_launcher
-from nblaunch.engines.generations import servers
+from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.rendezvous import Rendezvous
 from tests.conftest import settled_server
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.engines import generations
+from nblaunch.engines import fork_servers
 from nblaunch.training import Accelerator
 from tests.conftest import LONG
 
@@ -549,7 +549,7 @@ AT_HOME: tuple[Callable[..., None], ...] = (
 
 
 def main(start_method: str, *names: str) -> None:
-    generations._SOON = ()  # no rank has an optimizer
+    fork_servers._SOON = ()  # no rank has an optimizer
     ranks = 1 if start_method == "spawn" else 2
     options: dict[str, Any] = {"num_processes": ranks, "start_method": start_method, "view": "none"}
     if start_method == "fork":

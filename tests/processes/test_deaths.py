@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
-from nblaunch.engines import generations as all_servers
-from nblaunch.engines.generations import servers
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import RankDiedError, RankLostError
-from tests.conftest import LONG, conformance, eventually, settled_server
+from tests.conftest import LONG, conformance, eventually, present_server, settled_server
 
 pytestmark = pytest.mark.alone  # other tests must not take a part of the 3 s that are promised
 SURVIVES_AT_MOST = 3.0
@@ -115,7 +115,7 @@ class Family:
 @pytest.fixture(autouse=True)
 def _no_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import nothing ahead for them: nearly each test starts a fork server, and waits until none is being built."""
-    monkeypatch.setattr(all_servers, "_SOON", ())
+    monkeypatch.setattr(fork_servers, "_SOON", ())
 
 
 @pytest.fixture
@@ -203,10 +203,8 @@ WHERE = pytest.mark.parametrize(
 @pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
-    server = servers._warm
-    assert server is not None
 
-    killed = kill(server.process.pid)
+    killed = kill(present_server().process.pid)
 
     assert_gone(family, killed)
     with pytest.raises(RankLostError, match=r"supervises the ranks of with_offspring was killed.*: launch again"):
@@ -268,13 +266,12 @@ def test_nothing_survives_the_end_of_a_launch(start_method: str, family: Family)
 def test_a_launch_outlives_the_generation_of_its_fork_server(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that torch reads when it is imported needs a new server; the launch of the old one runs on."""
     launch = begin(family, "forkserver")
-    old = servers._warm
-    assert old is not None
+    old = present_server()
 
     monkeypatch.setenv("TORCH_NBLAUNCH_TEST", "changed")
     assert_next_launch_works("forkserver")
 
-    assert servers._warm is not old
+    assert present_server() is not old
     assert old.alive()
     assert family.living() == list(family.pids())
     launch.kill()

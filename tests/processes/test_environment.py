@@ -20,17 +20,17 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nblaunch import notebook_launcher
-from nblaunch.engines import generations as all_servers
-from nblaunch.engines.generations import servers
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import ForkServer, Where, servers
 from nblaunch.machine.limits import usable_cpus
-from tests.conftest import conformance, eventually, marked_processes, settled_server
+from tests.conftest import conformance, eventually, marked_processes, present_server, settled_server
 from tests.processes.conftest import Launcher
 
 
 @pytest.fixture(autouse=True)
 def _imported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no successor import what takes long: each environment has servers of its own."""
-    monkeypatch.setattr(all_servers, "_SOON", ())
+    monkeypatch.setattr(fork_servers, "_SOON", ())
 
 
 # ------------------------------------------------------------------ what ranks run
@@ -200,9 +200,14 @@ def test_the_next_launch_uses_variables_that_torch_reads_at_import(
     before = server_pid()
     monkeypatch.setenv("PYTORCH_JIT", "0")
     assert list(launch(jit_is_on)) == [False, False]
-    assert servers._warm is not None
-    assert servers._warm.process.pid != before
+    assert present_server().process.pid != before
     eventually(lambda: before not in marked_processes())
+
+
+def others() -> list[ForkServer]:
+    """The servers of other environments than the notebook's."""
+    here = Where.here().read_at_import
+    return [server for server in servers._servers if server.where.read_at_import != here]
 
 
 def debug_level() -> str:
@@ -230,7 +235,7 @@ def test_only_two_servers_are_kept_for_variables_of_calls() -> None:
         )
         assert list(result) == [level]
     settled_server()
-    kept = [server.where.env["TORCH_DISTRIBUTED_DEBUG"] for server in servers._others]
+    kept = [server.where.env["TORCH_DISTRIBUTED_DEBUG"] for server in others()]
     assert kept == ["DETAIL", "OFF"]
 
 
@@ -247,9 +252,9 @@ def test_variables_set_by_libraries_start_no_new_fork_server(
         monkeypatch.setenv(name, value)
     assert list(launch(kmp_setting)) == ["True"] * 2
     assert server_pid() == before
-    others = list(servers._others)
+    before_it = others()
     assert list(launch(kmp_setting, env={"KMP_DUPLICATE_LIB_OK": "FALSE"})) == ["FALSE"] * 2
-    added = [server for server in servers._others if server not in others]
+    added = [server for server in others() if server not in before_it]
     assert any("KMP_DUPLICATE_LIB_OK" in server.where.named for server in added) == (start_method == "forkserver")
 
 

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.engines.generations import servers
 from nblaunch.launch.output.pruning import prune
 from nblaunch.machine.processes import descendants
-from tests.conftest import LONG, eventually, is_spare, settled_server
+from tests.conftest import LONG, eventually, present_server, settled_server
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.alone  # it compares memory and open files
@@ -67,13 +66,11 @@ class Footprint:
     @classmethod
     def now(cls) -> Footprint:
         gc.collect()
-        server = servers._warm
-        assert server is not None
-        its = server.process.pid
+        its = present_server().process.pid
         return cls(
             descriptors_of(os.getpid()),
             threading.active_count(),
-            len([pid for pid in descendants(os.getpid()) if not is_spare(pid)]),
+            len(descendants(os.getpid())),
             descriptors_of(its),
             memory_of(os.getpid()),
             memory_of(its),

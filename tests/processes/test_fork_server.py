@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch.distributed
 
-from nblaunch import notebook_launcher
-from nblaunch.engines import generations as all_servers
-from nblaunch.engines import server_client
-from nblaunch.engines.generations import Servers
-from nblaunch.engines.import_environment import Where
-from nblaunch.engines.server_client import ForkServer
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import ForkServer, Servers, Where
 from nblaunch.errors import StartError
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import Hello, Method
-from tests.conftest import LONG, eventually, is_spare, marked_processes, settled_server
+from tests.conftest import LONG, eventually, marked_processes, present_server, settled_server
 
 IN_ITS_IMPORT = {
     "dies": "import os, sys; sys.stderr.write('no licence'); sys.stderr.flush(); os._exit(3)",
@@ -46,7 +39,7 @@ IN_ITS_IMPORT = {
 def _no_successors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no server of this process begin while a test looks which there are, and none import what takes long."""
     settled_server()
-    monkeypatch.setattr(all_servers, "_SOON", ())
+    monkeypatch.setattr(fork_servers, "_SOON", ())
 
 
 @pytest.fixture
@@ -64,8 +57,8 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     def change(text: str) -> None:
         (tmp_path / "preloaded_for_a_test.py").write_text(text)
         paths = [*installed_path(), str(tmp_path)]
-        monkeypatch.setattr(server_client, "installed_path", lambda: paths)
-        monkeypatch.setattr(all_servers, "_PRELOAD", ("preloaded_for_a_test",))
+        monkeypatch.setattr(fork_servers, "installed_path", lambda: paths)
+        monkeypatch.setattr(fork_servers, "_PRELOAD", ("preloaded_for_a_test",))
 
     return change
 
@@ -83,7 +76,7 @@ def test_ranks_are_spawned_if_the_fork_server_never_gets_ready(
         assert own.usable("forkserver") == "spawn"
     assert [warning.filename for warning in said] == [__file__]
     eventually(lambda: marked_processes() <= before)
-    monkeypatch.setattr(all_servers, "ForkServer", _not_again)
+    monkeypatch.setattr(fork_servers, "ForkServer", _not_again)
     with pytest.warns(UserWarning, match=r"reload_ext nblaunch tries again"):
         assert own.usable("forkserver") == "spawn"
     assert own.status()[0].startswith("fork server: not running; given up: the fork server did not start")
@@ -99,7 +92,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     own.warm_up()
-    own.reaper("spawn", "launch", 2).channel.close()
+    own.reaper("spawn", "launch").channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
 
@@ -109,15 +102,14 @@ def test_a_fork_server_that_has_exited_unnoticed_is_replaced(
     method: Method, own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own.warm_up()
-    server = own._warm
-    assert server is not None
+    server = present_server(own)
     server.ready()
     server.process.kill()
     server.process.wait(LONG)
     with monkeypatch.context() as context:
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
-        own.reaper(method, "launch", 2).channel.close()
-    assert own._warm is not server
+        own.reaper(method, "launch").channel.close()
+    assert server not in own._servers
 
 
 def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
@@ -127,17 +119,16 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     own.warm_up()
-    server = own._warm
-    assert server is not None
+    server = present_server(own)
     server.ready()
     with monkeypatch.context() as context:
-        context.setattr(server_client, "channel_pair", refuse)
+        context.setattr(fork_servers, "channel_pair", refuse)
         with pytest.raises(
             StartError, match=r"^the ranks could not be started: .*Too many open files.*\(.*ulimit -n\)$"
         ):
-            own.reaper("forkserver", "launch", 2)
-    assert own._warm is server
-    own.reaper("forkserver", "launch", 2).channel.close()
+            own.reaper("forkserver", "launch")
+    assert present_server(own) is server
+    own.reaper("forkserver", "launch").channel.close()
 
 
 def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,30 +142,13 @@ def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatc
         return chosen[-1]
 
     monkeypatch.setattr(own, "_for", late)
-    own.reaper("forkserver", "launch", 2).channel.close()
-    assert own._warm is chosen[1] is not chosen[0]
-
-
-def test_a_wait_for_a_retired_server_moves_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    own.warm_up()
-    before = own._warm
-    assert before is not None
-    wait = before._wait_for_hello
-
-    def retired_meanwhile() -> Hello:
-        monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
-        own.refresh()
-        return wait()
-
-    monkeypatch.setattr(before, "_wait_for_hello", retired_meanwhile)
-    assert own.usable("forkserver") == "forkserver"
-    assert own._warm is not before
+    own.reaper("forkserver", "launch").channel.close()
+    assert present_server(own) is chosen[1] is not chosen[0]
 
 
 def test_a_wait_for_an_abandoned_server_moves_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     own.warm_up()
-    before = own._warm
-    assert before is not None
+    before = present_server(own)
     wait = before._wait_for_hello
 
     def given_up_meanwhile() -> Hello:
@@ -182,8 +156,8 @@ def test_a_wait_for_an_abandoned_server_moves_to_the_next(own: Servers, monkeypa
         return wait()
 
     monkeypatch.setattr(before, "_wait_for_hello", given_up_meanwhile)
-    own.reaper("forkserver", "launch", 2).channel.close()
-    assert own._warm is not before
+    own.reaper("forkserver", "launch").channel.close()
+    assert before not in own._servers
 
 
 def test_a_launch_says_that_it_waits_for_an_import_of_torch(own: Servers) -> None:
@@ -210,22 +184,22 @@ def test_a_launch_whose_servers_are_all_given_up_is_spawned(own: Servers, monkey
 def test_concurrent_environments_keep_their_own_servers(
     own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environments = range(all_servers.MAX_ENV_SERVERS + 2)
+    environments = range(fork_servers.MAX_ENV_SERVERS + 2)
     started: list[ForkServer] = []
 
     class Counted(ForkServer):
-        def __init__(self, preload: tuple[str, ...], where: Where | None = None) -> None:
+        def __init__(self, preload: Sequence[str], where: Where | None = None, ahead: Sequence[str] = ()) -> None:
             assert len(started) < len(environments), "a server that a launch waits for was given up"
-            super().__init__(preload, where)
+            super().__init__(preload, where, ahead)
             started.append(self)
 
     def launch(number: int) -> str:
         where = Where({**os.environ, "PYTHONHASHSEED": str(number)}, os.sep, ("PYTHONHASHSEED",))
         method = own.usable("forkserver", where)
-        own.reaper(method, f"launch{number}", 1, where).channel.close()
+        own.reaper(method, f"launch{number}", where).channel.close()
         return method
 
-    monkeypatch.setattr(all_servers, "ForkServer", Counted)
+    monkeypatch.setattr(fork_servers, "ForkServer", Counted)
     preload(
         "import os, time\n"
         f"open(os.path.join({str(tmp_path)!r}, 'begun' + os.environ['PYTHONHASHSEED']), 'w').close()\n"
@@ -238,8 +212,8 @@ def test_concurrent_environments_keep_their_own_servers(
         finally:
             (tmp_path / "go_on").touch()
         assert [each.result(LONG) for each in launches] == ["forkserver"] * len(environments)
-    own.usable("forkserver", own._others[-1].where)
-    assert len(own._others) == all_servers.MAX_ENV_SERVERS
+    own.usable("forkserver", own._servers[-1].where)
+    assert len(own._servers) == fork_servers.MAX_ENV_SERVERS
 
 
 def test_a_retired_server_keeps_its_fd_while_a_thread_waits(
@@ -260,7 +234,7 @@ def test_a_retired_server_keeps_its_fd_while_a_thread_waits(
 
     preload(IN_ITS_IMPORT["hangs"])
     server = ForkServer(("preloaded_for_a_test",))
-    monkeypatch.setattr(server_client, "readable", retired_meanwhile)
+    monkeypatch.setattr(fork_servers, "readable", retired_meanwhile)
     with pytest.raises(StartError, match="the fork server did not start"):
         server.ready()
     assert woken == [True]
@@ -289,8 +263,7 @@ def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest
 
 def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None:
     own.warm_up()
-    server = own._warm
-    assert server is not None
+    server = present_server(own)
     server.ready()
     server.process.send_signal(signal.SIGSTOP)
     own.give_up(server)
@@ -302,18 +275,18 @@ def test_a_failed_server_start_fails_no_cell_and_is_retried(own: Servers, monkey
         raise StartError("no more processes")
 
     monkeypatch.setattr("nblaunch.engines.local.servers", own)
-    own.reaper("forkserver", "launch", 2).channel.close()
-    before = own._warm
+    own.reaper("forkserver", "launch").channel.close()
+    before = present_server(own)
     monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
     with monkeypatch.context() as context:
-        context.setenv("OMP_DISPLAY_ENV", "false")
-        context.setattr(all_servers, "ForkServer", refuse)
+        context.setattr(fork_servers, "ForkServer", refuse)
         NotebookFrontend(None).after_cell(None)
-        assert own.status() == ["fork server: not running; the next launch starts it"]
+        assert own.status()[0] == "fork server: not running; the next launch starts it"
         with pytest.raises(StartError, match="no more processes"):
-            own.reaper("forkserver", "launch", 2)
-    own.reaper("forkserver", "launch", 2).channel.close()
-    assert own._warm is not before
+            own.reaper("forkserver", "launch")
+    own.reaper("forkserver", "launch").channel.close()
+    assert before not in own._servers
 
 
 def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:
@@ -374,26 +347,19 @@ def test_an_idle_server_ends_and_the_next_cell_starts_one(
 ) -> None:
     monkeypatch.setattr("nblaunch.engines.local.servers", own)
     preload(SOON_IDLE)
-    before = marked_processes(with_spares=True)
+    before = marked_processes()
     elsewhere = Where({**os.environ, "TORCH_DISTRIBUTED_DEBUG": "INFO"}, os.sep, ["TORCH_DISTRIBUTED_DEBUG"])
     assert own.usable("forkserver") == own.usable("forkserver", elsewhere) == "forkserver"
-    eventually(lambda: marked_processes(with_spares=True) <= before)
+    eventually(lambda: marked_processes() <= before)
     assert own.status()[0] == "fork server: not running; the next cell starts it"
-    ended = own._warm
     NotebookFrontend(None).after_cell(None)
-    assert own._warm is not ended
-    assert own._warm is not None
-    assert own._warm.alive()
+    assert present_server(own).alive()
 
 
 def test_a_server_is_not_idle_while_a_launch_runs(own: Servers, preload: Callable[[str], None]) -> None:
     preload(SOON_IDLE)
-    reaper = own.reaper("forkserver", "launch", 2)
-    server = own._warm
-    assert server is not None
-    eventually(lambda: sum(map(is_spare, processes.children(server.process.pid))) == 1)
-    for pid in filter(is_spare, processes.children(server.process.pid)):
-        os.kill(pid, signal.SIGKILL)
+    reaper = own.reaper("forkserver", "launch")
+    server = present_server(own)
     time.sleep(1.5)
     assert server.alive()
     reaper.channel.close()
@@ -404,68 +370,15 @@ def test_a_server_below_an_agent_stays(preload: Callable[[str], None]) -> None:
     """No cell would start another one there."""
     preload(SOON_IDLE)
     agent = Where({**os.environ, rank_variables.BELOW_AGENT: str(os.getpid())}, os.sep)
-    server = ForkServer(all_servers._PRELOAD, agent)
+    server = ForkServer(fork_servers._PRELOAD, agent)
     server.ready()
     time.sleep(1.5)
     assert server.alive()
     server.stop()
 
 
-# ------------------------------------------------------------------ rehearsals
-REHEARSES = """
-import os, sys
-from pathlib import Path
-import torch.distributed
-from nblaunch.ranks import process_group
-real = process_group.rehearse
-def rehearse():
-    with open({file!r}, "a") as file:
-        file.write(f"{{os.getpid()}} ")
-    {does}
-process_group.rehearse = rehearse
-"""
-
-
-def group_and_hook() -> tuple[str, int, str]:
-    world = torch.distributed.distributed_c10d._world
-    group = torch.distributed.distributed_c10d._get_default_group()
-    return world.pg_names[group], world.group_count, sys.excepthook.__module__
-
-
-@pytest.mark.parametrize(
-    "does", ["real()", "torch.distributed.HashStore = None; real()", "os.abort()"], ids=["succeeds", "fails", "crashes"]
-)
-def test_a_launch_works_whatever_its_spares_rehearsed(
-    does: str, own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that counts groups otherwise than its peers would wait for them forever."""
-    monkeypatch.setattr("nblaunch.engines.local.servers", own)
-    rehearsed = tmp_path / "rehearsed"
-    preload(REHEARSES.format(file=str(rehearsed), does=does))
-    launch: Any = functools.partial(notebook_launcher, group_and_hook, num_processes=2, view="none", timeout=LONG)
-    before = list(launch())
-    eventually(lambda: own._builder.thread is None)  # the successor's spares take the place of these
-    eventually(lambda: rehearsed.exists() and len(rehearsed.read_text().split()) >= 2)
-
-    def alive() -> list[str]:
-        return [pid for pid in rehearsed.read_text().split() if processes.alive(int(pid))]
-
-    def has_settled() -> bool:
-        spares = rehearsed.read_text()
-        time.sleep(1.0)
-        return rehearsed.read_text() == spares and not alive()
-
-    if does == "os.abort()":
-        eventually(has_settled)  # no spare follows one that has crashed, except those of a server's successor
-    else:
-        eventually(lambda: len(alive()) == 2)  # a replaced server's spares end, and those of the next one come
-    # a spare notes itself before its rehearsal has ended, and with it the threads of that
-    eventually(lambda: all(os.listdir(f"/proc/{pid}/task") == [pid] for pid in alive()))
-    assert list(launch()) == before
-
-
 def test_the_status_names_the_memory_of_a_server(own: Servers) -> None:
-    own.reaper("forkserver", "launch", 2).channel.close()
+    own.reaper("forkserver", "launch").channel.close()
     found = re.fullmatch(r"fork server: pid \d+, 1 launch, (\d+) MB, ready after [\d.]+ s", own.status()[0])
     assert found is not None
     assert 50 < int(found[1]) < 1000

@@ -117,7 +117,7 @@ def kernel() -> Iterator[Kernel]:
     with running_kernel() as running:
         running.run(CELL).check()
         running.run(
-            "from nblaunch.engines.generations import servers; servers.warm_up()"
+            "from nblaunch.engines.fork_servers import servers; servers.warm_up()"
         ).check()  # it stays for both tests
         yield running
 

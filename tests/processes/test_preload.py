@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
-from nblaunch.engines import generations as all_servers
-from nblaunch.engines import preloads
-from nblaunch.engines.generations import Servers, servers
-from nblaunch.engines.successor import Successor
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import ForkServer, Servers, servers
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import timeouts
 from nblaunch.machine.packages import KNOWN_SAFE
-from tests.conftest import LONG, eventually
+from tests.conftest import LONG, eventually, present_server
 
 RECORDS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
 """A package that records the importing process and a variable of its environment."""
@@ -43,21 +41,9 @@ BAD = {
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
         "the preload left 2 threads running",
     ),
-    "keeps_a_file_open": ("FILE = open(__file__)\n", "it keeps files open"),
     "ends_the_process": (f"{IN_BUILDER}os._exit(3)\n", "importing it ends the process"),
     "hangs": (f"import time\n{IN_BUILDER}time.sleep(600)\n", "importing it takes more than 2 s"),
     "raises": (f"{IN_BUILDER}raise ValueError('no licence')\n", "importing it raises ValueError: no licence"),
-    "reads_its_rank": ("RANK = os.environ.get('RANK')\n", "it reads RANK while it is imported"),
-    "asks_for_its_threads": ("N = os.environ.get('OMP_NUM_THREADS')\n", "it reads OMP_NUM_THREADS while"),
-    "starts_a_process": (
-        "import subprocess\nCHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n",
-        "it starts processes",
-    ),
-    "registers_an_exit": ("import atexit\natexit.register(print, 'over')\n", "it registers an exit function"),
-    "makes_a_folder": (
-        "import tempfile\nFOLDER = tempfile.TemporaryDirectory()\n",
-        "it registers an exit function",
-    ),
     "touches_cuda": (
         f"import torch\n{IN_BUILDER}torch.cuda.is_initialized = lambda: True\n",
         "the preload initialised CUDA",
@@ -81,11 +67,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def own(site: Path) -> Iterator[Servers]:
     """The servers of all tests, which here are built at once and have no compiler."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_servers, "_SOON", ())
+        patch.setattr(fork_servers, "_SOON", ())
         patch.setattr(timeouts, "BUILD_QUIET_S", 0.02)
         yield servers
         servers.stop()
-        eventually(lambda: servers._builder.thread is None)
+        eventually(lambda: servers._builder is None)
 
 
 def use(name: str) -> tuple[int, int, Any]:
@@ -108,23 +94,27 @@ def imported_by_ranks(found: list[tuple[int, int, Any]]) -> bool:
 def settle(own: Servers) -> None:
     """Wait until everything that is wanted is built."""
     own.build_soon()
-    eventually(lambda: own._builder.thread is None, LONG, own.status)
+    eventually(lambda: own._builder is None, LONG, own.status)
 
 
-def had(own: Servers, *names: str) -> Successor:
+def had(own: Servers, *names: str) -> ForkServer:
     """Have these modules ready for the next launch; an environment that is new counts from the second launch on."""
     for _ in range(2):
         launched(names[0], preload=names)
     settle(own)
-    assert own._stocked is not None
-    return own._stocked
+    return stocked(own)
+
+
+def stocked(own: Servers) -> ForkServer:
+    """The server that has packages."""
+    (server,) = [each for each in own._servers if not each.is_plain]
+    return server
 
 
 def test_a_module_that_the_user_names_is_there_for_the_next_launch(own: Servers) -> None:
     assert imported_by_ranks(launched("recorder", preload="recorder"))
     settle(own)
-    assert own._stocked is not None
-    assert {who for _, who, _ in launched("recorder")} == {own._stocked.process.pid}
+    assert {who for _, who, _ in launched("recorder")} == {stocked(own).process.pid}
     assert re.search(r"with .*\brecorder\b.* imported: pid \d+, 1 launch,", "\n".join(own.status()))
 
 
@@ -138,7 +128,7 @@ def test_packages_named_later_are_added(own: Servers) -> None:
 
 
 def test_the_notebooks_modules_of_a_known_package_are_preloaded(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloads, "KNOWN_SAFE", {"known"})
+    monkeypatch.setattr(fork_servers, "KNOWN_SAFE", {"known"})
     importlib.import_module("known.part")
     try:
         had(own, "recorder")
@@ -178,7 +168,7 @@ def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkey
     for seed in range(3):  # a sweep: the server uses each package once
         assert [setting for _, _, setting in launched("recorder", env={"A_SETTING": f"{seed}"})] == [f"{seed}"]
         settle(own)
-    assert own._stocked is first
+    assert stocked(own) is first
     monkeypatch.setenv("A_SETTING", "2")
     for _ in range(2):
         assert [setting for _, _, setting in launched("recorder")] == ["2"]
@@ -188,9 +178,7 @@ def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkey
     assert [setting for _, _, setting in found] == ["2"]
 
 
-@pytest.mark.parametrize(
-    "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "COLUMNS", "PWD", "NBLAUNCH_SEED", "MASTER_KEY"]
-)
+@pytest.mark.parametrize("name", ["COLUMNS", "PWD"])
 def test_an_import_reads_the_environment_of_its_own_launch(name: str, own: Servers, site: Path) -> None:
     module = f"reads_{name.lower()}"
     (site / f"{module}.py").write_text(f"import os\nWHO = 0\nSETTING = os.environ.get({name!r})\n")
@@ -215,14 +203,13 @@ def test_a_package_finds_the_settings_in_the_notebooks_folder(
 
 def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: Path) -> None:
     had(own, "upgraded")
-    before = own._warm
+    before = present_server()
     own.refresh()
-    assert own._warm is before
+    assert present_server() is before
     (site / "upgraded.py").write_text(RECORDS.replace("os.environ.get('A_SETTING')", "'version 2'"))
     (site / "upgraded-2.dist-info").mkdir()
     assert [setting for _, _, setting in launched("upgraded")] == ["version 2"]
-    assert own._warm is not before
-    assert before is not None
+    assert before not in own._servers
     eventually(lambda: not before.alive())
 
 
@@ -239,8 +226,8 @@ def test_packages_that_ranks_must_not_share_are_left_out(
     assert any(line.startswith(f"not imported ahead of launches: {name}, as {reason}") for line in own.status())
     assert not imported_by_ranks(launched("recorder"))
     settle(own)
-    own._preloads._named.pop(name)
-    own._preloads._left_out.pop(name)
+    own._named.pop(name)
+    own._left_out.pop(name)
 
 
 @pytest.mark.parametrize("way", ["link", "path"])
@@ -258,22 +245,8 @@ def test_a_package_that_imports_what_may_be_edited_is_left_out(
     reason = f"it imports {edited}, whose files may be edited between launches"
     assert f"not imported ahead of launches: {needs}, as {reason}" in own.status()
     assert imported_by_ranks(launched(needs))
-    own._preloads._named.pop(needs)
-    own._preloads._left_out.pop(needs)
-
-
-def test_a_package_left_out_leaves_no_trace(own: Servers, site: Path, tmp_path: Path) -> None:
-    (site / "leaves.py").write_text(
-        "import os, subprocess, tempfile\n"
-        "CHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        "FOLDER = tempfile.TemporaryDirectory()\n"
-        f"open({str(tmp_path / 'left')!r}, 'w').write(f'{{CHILD.pid}} {{FOLDER.name}}')\n"
-    )
-    own.preload(["leaves"])
-    had(own, "recorder")
-    pid, folder = (tmp_path / "left").read_text().split()
-    eventually(lambda: not processes.alive(int(pid)))
-    assert not Path(folder).exists()
+    own._named.pop(needs)
+    own._left_out.pop(needs)
 
 
 def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Servers, site: Path, tmp_path: Path) -> None:
@@ -287,8 +260,23 @@ def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Serve
     api.preload(["fails"])
     settle(own)
     assert tries.read_text() == ".."
-    own._preloads._named.pop("fails")
-    own._preloads._left_out.pop("fails")
+    own._named.pop("fails")
+    own._left_out.pop("fails")
+
+
+def test_no_rank_runs_an_exit_function_of_a_package(own: Servers, site: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    at_exit = f"import atexit, pathlib\natexit.register(pathlib.Path({str(ran)!r}).touch)\n"
+    (site / "exits.py").write_text(at_exit + RECORDS)
+    had(own, "exits")
+    ran.unlink(missing_ok=True)  # of ranks that imported it
+    assert not imported_by_ranks(launched("exits"))
+    assert not ran.exists()
+
+
+def test_a_package_that_reads_its_rank_is_known(own: Servers) -> None:
+    with pytest.raises(ArgumentError, match=r"^preload='torchmetrics': it reads LOCAL_RANK while it is imported"):
+        launched("recorder", preload="torchmetrics")
 
 
 def test_a_program_that_has_ended_is_no_hindrance(own: Servers) -> None:
@@ -301,7 +289,7 @@ def test_a_server_with_packages_that_is_killed_is_replaced(own: Servers) -> None
     os.kill(killed.process.pid, signal.SIGKILL)
     assert launched("recorder")
     settle(own)
-    assert own._stocked is not killed
+    assert stocked(own) is not killed
     assert not imported_by_ranks(launched("recorder"))
 
 
@@ -369,7 +357,7 @@ def test_a_known_package_may_be_imported_before_ranks_are_forked(
 
     own.preload([name])
     had(own, "recorder")
-    assert package not in own._preloads._left_out
+    assert package not in own._left_out
     result = notebook_launcher(run, (), 2, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == [(True, expected)] * 2

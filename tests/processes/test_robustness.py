@@ -22,13 +22,12 @@ import pytest
 import torch
 
 from nblaunch import notebook_launcher
-from nblaunch.engines import server_client
-from nblaunch.engines.generations import servers
+from nblaunch.engines import fork_servers
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
 from nblaunch.launch import task
 from nblaunch.machine import timeouts
 from nblaunch.wire.channel import Channel, channel_pair
-from tests.conftest import LONG, conformance, eventually, marked_processes, settled_server
+from tests.conftest import LONG, conformance, eventually, marked_processes, present_server, settled_server
 
 quiet: Callable[..., Any] = functools.partial(notebook_launcher, num_processes=2, view="none")
 
@@ -86,7 +85,7 @@ def test_a_fork_server_that_does_not_answer_is_waited_for(
     finally:
         os.kill(slow.process.pid, signal.SIGCONT)
     assert list(launch.result()) == [0, 1]
-    assert servers._warm is slow
+    assert present_server() is slow
     assert f"the fork server (pid {slow.process.pid}) has not answered for" in "".join(said)
 
 
@@ -95,7 +94,7 @@ def test_a_fork_server_that_something_has_stopped_is_woken(monkeypatch: pytest.M
     stopped = settled_server()
     os.kill(stopped.process.pid, signal.SIGSTOP)
     assert list(quiet(own_rank, start_method="forkserver")) == [0, 1]
-    assert servers._warm is stopped
+    assert present_server() is stopped
 
 
 def leave_its_group(folder: str, rank: int) -> None:
@@ -217,7 +216,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         return here, there
 
-    monkeypatch.setattr(server_client, "channel_pair", small_pair)
+    monkeypatch.setattr(fork_servers, "channel_pair", small_pair)
 
 
 def load_and_be_killed(rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 import nblaunch
 from nblaunch import Session
-from nblaunch.engines.generations import servers
+from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import live_sessions
@@ -158,8 +157,9 @@ def test_the_death_of_a_kernel_whose_ranks_start_leaves_nothing(
             time.sleep(0.001)
         kernel.kill()
         kernel.wait()
-    left = functools.partial(marked_processes, with_spares=True)
-    eventually(lambda: not left(), SURVIVES_AT_MOST, lambda: [command_of(pid) for pid in left()])
+    eventually(
+        lambda: not marked_processes(), SURVIVES_AT_MOST, lambda: [command_of(pid) for pid in marked_processes()]
+    )
     assert left_files(before) == set()
 
 

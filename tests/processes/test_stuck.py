@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import nblaunch
-from nblaunch.engines import generations
-from nblaunch.engines.generations import servers
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import CollectiveError, LaunchTimeoutError
 from nblaunch.launch.failures import describe
 from nblaunch.launch.frontend import ScriptFrontend
@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, _marked: None) -> Iterator[None]:
     """How ranks log; by the hook, if there is one, unless the test is marked with `_BOTH_WAYS`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if getattr(request, "param", _WAYS[-1]) != _WAYS[-1]:
-            monkeypatch.setattr(generations, "_PRELOAD", ("tests.processes.without_hook", *generations._PRELOAD))
+            monkeypatch.setattr(fork_servers, "_PRELOAD", ("tests.processes.without_hook", *fork_servers._PRELOAD))
         servers.stop()
         yield
         servers.stop()

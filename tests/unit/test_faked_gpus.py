@@ -19,7 +19,7 @@ from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.machine import inventory, timeouts
 from nblaunch.machine.inventory import has_used_cuda, this_machine
 from nblaunch.ranks import error_report, group_sockets, process_group
-from nblaunch.ranks.server_builder import fork_problem
+from nblaunch.ranks.forkserver import fork_problem
 from nblaunch.wire.messages import Failed, GpuMemory
 
 GIGABYTE = 10**9

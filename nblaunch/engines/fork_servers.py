@@ -1,0 +1,708 @@
+"""The fork servers of this process, and which of them starts a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+from nblaunch.errors import StartError, warn
+from nblaunch.machine import named_resources, processes, sealed_files, timeouts
+from nblaunch.machine.limits import remedy
+from nblaunch.machine.packages import (
+    KNOWN_SAFE,
+    ONE_THREAD,
+    differs,
+    imported_here,
+    installed_now,
+    installed_path,
+    package_of,
+    shadowed,
+    why_not_ahead,
+)
+from nblaunch.wire.channel import Channel, channel_pair, readable
+from nblaunch.wire.messages import PROTOCOL, Hello, Importing, Method, NewReaper
+
+_log = logging.getLogger(__name__)
+_PRELOAD: tuple[str, ...] = ("torch", "torch.distributed")
+if importlib.util.find_spec("numpy") is not None:  # torch works without it
+    _PRELOAD += ("numpy",)
+_SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "nblaunch.training")
+"""The first optimizer or DistributedDataParallel of a process imports torch._dynamo, which takes longer than torch; the
+toolkit takes 0.1 to 0.2 s in each rank that uses it."""
+MAX_ENV_SERVERS = 2
+"""Servers with an environment of their own (``env=``), 150 MB each. Servers that launches wait for do not count."""
+MAX_SERVER_TRIES = 5
+"""Servers that a launch waits for, if other threads retire one after the other."""
+_READ_AT_IMPORT = (
+    "TORCH",
+    "PYTORCH",
+    "PYTHON",
+    "LD_",
+    "DYLD_",
+    "MKL_",
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+    "NUMPY",
+    "NPY_",
+    "SYMPY_",
+    "MPMATH_",
+    "TRITON_",
+)
+"""Prefixes of variables that torch, its libraries and Python read once, when they are loaded."""
+_SET_BY_LIBRARIES = (
+    "KMP_DUPLICATE_LIB_OK",  # by scikit-learn and torchvision, with the next
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by lightning
+    "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler, with the next
+    "TRITON_CACHE_DIR",
+)
+"""Variables that libraries set when the notebook imports them. They count only if ``env=`` names them."""
+
+
+class Where(NamedTuple):
+    """The environment and directory of an import."""
+
+    env: Mapping[str, str]
+    cwd: str
+    named: Collection[str] = ()
+    """The variables that ``env=`` has named."""
+
+    @classmethod
+    def here(cls) -> Where:
+        """Return this process's environment, with the root as its directory."""
+        return cls(dict(os.environ), os.path.abspath(os.sep))
+
+    @property
+    def read_at_import(self) -> dict[str, str]:
+        """The variables that a server reads once. Launches with equal ones can share a server."""
+        ignored = ("TORCHELASTIC_", *ONE_THREAD)  # set by another launch, or 1 in every server
+        return {
+            name: value
+            for name, value in self.env.items()
+            if name.startswith(_READ_AT_IMPORT) and not name.startswith(ignored) and not self._is_librarys(name)
+        }
+
+    def is_like(self, other: Where) -> bool:
+        """Return True if modules imported here are valid for `other`."""
+        return self.cwd == other.cwd and self._significant() == other._significant()
+
+    def _significant(self) -> dict[str, str]:
+        """Return the variables that packages may have read during their import."""
+        return {name: value for name, value in self.env.items() if not differs(name) and not self._is_librarys(name)}
+
+    def _is_librarys(self, name: str) -> bool:
+        return name in _SET_BY_LIBRARIES and name not in self.named
+
+
+_OWN_ENVIRONMENT = {**ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_MAIN = (
+    "import json, sys; fd, kernel, path, *more = json.loads(sys.argv[1]); sys.path[:] = path; sys.argv[1:] = []; "
+    "from nblaunch.ranks.forkserver import main; main(fd, kernel, *more)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reaper:
+    """A launch's reaper, which may not have answered yet."""
+
+    channel: Channel
+    child: int | None = None
+    """Its pid if it is a child of this process, which must collect its exit status."""
+    server: ForkServer | None = None
+    """The server that forks it."""
+
+
+class ForkServer:
+    """One fork server process and the channel to it. `Servers` decides when to start one.
+
+    Args:
+        preload: Modules to import before it forks; none for a server that only starts fresh interpreters.
+        where: What the modules see during their import. Default: this process's environment.
+        ahead: Modules to import after them, which ranks can import for themselves.
+
+    Attributes:
+        launches: How many it has started.
+        package: The package of `ahead` that it imports, or that is at fault; empty if none.
+        is_awaited: A launch may wait for it to get ready.
+
+    Raises:
+        StartError: The system refuses to start it.
+    """
+
+    def __init__(self, preload: Sequence[str], where: Where | None = None, ahead: Sequence[str] = ()) -> None:
+        self.preload, self.where, self.ahead = tuple(preload), where or Where.here(), tuple(ahead)
+        self.hello: Hello | None = None
+        self.launches, self.is_awaited = 0, True
+        self.package = ""
+        self._problem = ""
+        self._lock = threading.Lock()
+        self._is_retired = False
+        self.installed = installed_now()
+        with contextlib.ExitStack() as undo:
+            try:
+                self._errors = undo.enter_context(_errors_file())
+                self.channel, there = channel_pair()
+                undo.callback(self.channel.close)
+                with there:
+                    self.process = self._start(there)
+            except OSError as error:
+                raise StartError(f"the fork server could not be started: {error}{remedy(error)}") from error
+            undo.pop_all()
+
+    def _start(self, there: socket.socket) -> subprocess.Popen[bytes]:
+        tracker, cwd = named_resources.tracker(), self.where.cwd
+        arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), tracker, self.preload, self.ahead, cwd])
+        return subprocess.Popen(
+            [sys.executable, "-c", _MAIN, arguments],
+            env={**self.where.env, **_OWN_ENVIRONMENT},
+            pass_fds=[there.fileno(), tracker],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            cwd=os.path.abspath(os.sep),
+            start_new_session=True,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if it has none of the notebook's packages."""
+        return set(self.ahead) <= set(_SOON)
+
+    def fits(self, where: Where) -> bool:
+        """Return True if ranks there would import what it has imported."""
+        if self.where.read_at_import != where.read_at_import:
+            return False
+        return self.is_plain or (
+            self.hello is not None and where.is_like(self.where) and not shadowed(self.hello.packages)
+        )
+
+    def ready(self) -> Hello:
+        """Wait until its imports are over.
+
+        Raises:
+            StartError: It died, or took too long and was killed; the message has its stderr.
+        """
+        with self._then_close(), self._lock:
+            if self._problem:
+                raise StartError(self._problem)
+            if self.hello is not None:
+                return self.hello
+            try:
+                self.hello = self._wait_for_hello()
+            except (StartError, OSError, ValueError) as error:  # of the last two: another thread has retired it
+                self._problem = str(error)
+                self.stop()
+                raise StartError(self._problem) from None
+            return self.hello
+
+    def is_importing(self) -> bool:
+        """Return True if `ready` would wait. Does not wait for another thread that does."""
+        try:
+            return self.hello is None and not self._problem and not readable(self.channel)
+        except (OSError, ValueError):  # another thread has retired it
+            return False
+
+    def fork_reaper(self, launch_id: str) -> Reaper:
+        """Fork the reaper of a launch.
+
+        Raises:
+            OSError: It has exited.
+        """
+        here, there = channel_pair()
+        with there, self._then_close(), self._lock:
+            try:
+                self.channel.send(NewReaper(launch_id), [there.fileno()])
+            except OSError as error:
+                here.close()
+                if self.channel.closed:
+                    raise ConnectionError("another thread has retired the fork server") from error
+                raise
+        self.launches, self.is_awaited = self.launches + 1, False
+        return Reaper(here, server=self)
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def state(self) -> str:
+        """Return its pid, how many launches it has started, and the memory that it holds."""
+        held = processes.memory_of(self.process.pid)
+        count = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
+        return f"pid {self.process.pid}, {count}" + (f", {held / 1e6:.0f} MB" if held else "")
+
+    def wake(self) -> None:
+        """Continue it, in case something has stopped it."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Kill it and its launches; wait for its exit."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Kill it and its launches."""
+        self.process.kill()
+        self.retire()
+
+    def retire(self) -> None:
+        """Let it exit after its launches; `alive` collects its exit status."""
+        with contextlib.suppress(OSError):  # already exited
+            self.channel.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough: a forked child may hold a copy
+        self.wake()  # a stopped process would not notice
+        self._is_retired = True
+        self._close()
+
+    @contextlib.contextmanager
+    def _then_close(self) -> Iterator[None]:
+        """Close the files at the end, if the server was retired meanwhile. Enter it before the lock, which keeps them.
+
+        The lock is entered by itself: an interrupt behind a generator's ``yield`` would leave it locked.
+        """
+        try:
+            yield
+        finally:
+            if self._is_retired:
+                self._close()
+
+    def _close(self) -> None:
+        """Close its files, or leave that to the thread that uses them.
+
+        That thread may wait in ``poll``: the next file opened would reuse the descriptor's number there.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self.channel.close()
+                self._errors.close()
+            finally:
+                self._lock.release()
+
+    def _wait_for_hello(self) -> Hello:
+        deadline = time.monotonic() + timeouts.SERVER_START_TIMEOUT_S
+        while True:
+            for message, _ in self.channel.drain():
+                if isinstance(message, Importing):
+                    self.package, deadline = message.package, time.monotonic() + timeouts.PRELOAD_TIMEOUT_S
+                elif isinstance(message, Hello) and message.protocol == PROTOCOL:
+                    self.package = message.package
+                    return message
+                else:
+                    raise StartError(
+                        "nblaunch was upgraded while this kernel ran: restart the kernel to use the new one"
+                    )
+            left = deadline - time.monotonic()
+            if self.channel.closed or left <= 0 or not readable(self.channel, left):
+                raise StartError(self._why_not())
+            self.channel.poll()
+
+    def _why_not(self) -> str:
+        """Return why it is not ready, for users."""
+        if self.package and self.channel.closed:
+            return "importing it ends the process"
+        if self.package:
+            return f"importing it takes more than {timeouts.PRELOAD_TIMEOUT_S:.0f} s"
+        return f"the fork server did not start{self._last_words()}"
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        text = self._errors.read()[-4000:].decode(errors="replace").strip()
+        return (
+            f": {text}"
+            if text
+            else f" within {timeouts.SERVER_START_TIMEOUT_S:.0f} s (exit status {self.process.poll()})"
+        )
+
+
+def _errors_file() -> IO[bytes]:
+    """Open an unnamed file for a server's stderr."""
+    return os.fdopen(sealed_files.create(name="nblaunch-stderr").leave_writable(), "w+b")
+
+
+class Servers:
+    """The fork servers of this process, each started when needed.
+
+    A server never changes once it serves. The first has torch and serves at once. While no launch starts, a fresh one
+    imports more in the background, and takes over when it is ready: what a process's first optimizer imports, and the
+    packages that the notebook uses or the user names. A server with packages serves launches that would import them the
+    same way; for others one without them stays.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._servers: list[ForkServer] = []
+        """Those that launches may use, the most recently used last."""
+        self._is_started = False
+        """A server of the notebook's environment was started, and has served: a cell may start the next one."""
+        self._bare: ForkServer | None = None
+        """For ``spawn``, while no other is ready."""
+        self._retired: list[ForkServer] = []
+        """Replaced servers whose launches still run."""
+        self._given_up: list[tuple[Mapping[str, str], str]] = []
+        """Environments whose server did not start, and why: no launch waits for it again."""
+        self._named: dict[str, None] = {}
+        """Modules that the user has named."""
+        self._left_out: dict[str, str] = {}
+        """Packages that cannot be imported ahead, and why."""
+        self._last: list[Where] = []
+        """Where the last two launches ran."""
+        self._starting = 0
+        """Launches that are waiting for their reaper."""
+        self._started = 0.0
+        """When the last launch got its reaper, by the monotonic clock."""
+        self._builder: threading.Thread | None = None
+        self._building: ForkServer | None = None
+        """A fresh server in the background."""
+
+    def warm_up(self) -> None:
+        """Start the fork server in the background, if it does not run; also if it could not before.
+
+        Raises:
+            StartError: The system refuses to start it.
+        """
+        with self._lock:
+            self._given_up = []
+            self._server(Where.here())
+
+    def refresh(self) -> None:
+        """Start a server in the background if the notebook's is out of date or has ended."""
+        with self._lock:
+            self._collect()
+            if self._is_started:
+                self._server(Where.here())
+            self.build_soon()
+
+    def forget(self) -> None:
+        """Forget all servers: in a forked child of the kernel they are the parent's."""
+        inherited = self.__dict__.copy()
+        self.__init__()  # type: ignore[misc]  # the lock may be held by a thread of the parent
+        self._inherited = inherited  # Popen.__del__ would warn of a running process
+
+    def preload(self, modules: Sequence[str], where: Where | None = None, *, again: bool = False) -> None:
+        """Import modules ahead of later launches, besides those that the notebook imports.
+
+        Args:
+            modules: Their names.
+            where: Where launches will run, if none has run yet. Default: not known.
+            again: Retry modules that could not be imported before. Default: only after an installation.
+        """
+        with self._lock:
+            self._named.update(dict.fromkeys(modules))
+            for name in modules if again else ():
+                self._left_out.pop(package_of(name), None)
+            if not self._last and where is not None:
+                self._last = [where, where]
+            self.build_soon()
+
+    def reaper(self, method: Method, launch_id: str, where: Where | None = None) -> Reaper:
+        """Return the reaper of a new launch, from a running server.
+
+        Args:
+            method: ``forkserver`` or ``spawn``.
+            launch_id: Names the launch.
+            where: Its ranks' environment and folder. Default: those of this process.
+
+        Raises:
+            StartError: No server could be started, or this process may not open the files for it.
+        """
+        where = where or Where.here()
+        with self._launching():
+            for last in (False, True):
+                server = self._for(method, where)
+                try:
+                    server.ready()
+                    return server.fork_reaper(launch_id)
+                except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
+                    if last:
+                        raise StartError(f"the fork server died twice: {error}") from error
+                    self.give_up(server)  # though the system may not tell of its end yet
+                except StartError:
+                    if last or self.has_place(server):  # else another thread has retired it meanwhile
+                        raise
+                except OSError as error:  # this process, and not the server, is in trouble
+                    raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
+        raise AssertionError  # not reached
+
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Start no server in the background meanwhile."""
+        counted = 0
+        try:
+            with self._lock:
+                self._starting, counted = self._starting + 1, 1
+            yield
+        finally:  # also on an interrupt
+            with self._lock:
+                self._starting, self._started = self._starting - counted, time.monotonic()
+
+    def usable(
+        self, method: Method, where: Where | None = None, show: Callable[[str], None] = lambda text: None
+    ) -> Method:
+        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks.
+
+        Args:
+            method: The method that the user chose.
+            where: The ranks' environment. Default: that of this process.
+            show: Gets what is awaited, unless the fork server is ready.
+        """
+        if method != "forkserver":
+            return method
+        problem = self._problem(where or Where.here(), show)
+        if not problem:
+            return method
+        warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
+        return "spawn"
+
+    def _problem(self, where: Where, show: Callable[[str], None]) -> str:
+        """Return why ranks cannot be forked; empty if they can."""
+        for _ in range(MAX_SERVER_TRIES):
+            with self._launching():
+                with self._lock:
+                    for env, reason in self._given_up:
+                        if env == where.read_at_import:
+                            return reason
+                    server = self._server(where)
+                if server.is_importing():
+                    why = "first launch with this env="
+                    if where.read_at_import == Where.here().read_at_import:
+                        why = "first launch" if not self._last else "the fork server starts again"
+                    show(f"importing torch ({why}) …")
+                try:
+                    return server.ready().problem
+                except StartError as error:
+                    with self._lock:
+                        if self.has_place(server):
+                            reason = f"{error} (%reload_ext nblaunch tries again)"
+                            self._given_up.append((server.where.read_at_import, reason))
+                            return reason
+        return f"it was replaced {MAX_SERVER_TRIES} times before it was ready"
+
+    def status(self) -> list[str]:
+        """Return the lines of ``%distributed status``."""
+        with self._lock:
+            here = Where.here().read_at_import
+            alive = [server for server in self._servers if server.alive()]
+            own = [server for server in alive if server.where.read_at_import == here]
+            lines = [self._status_of(own[0])] if own else [self._why_none()]
+            for server in alive:
+                if server not in own and server.is_plain:
+                    lines.append(f"for another environment (env=): {server.state()}")
+                elif not server.is_plain:
+                    lines.append(f"with {_packages_in(server.ahead)} imported: {server.state()}")
+            if self._building is not None:
+                lines.append(f"in preparation: a fork server that imports {_packages_in(self._building.ahead)} ahead")
+            return lines + [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
+
+    def _why_none(self) -> str:
+        if self._given_up:
+            return f"fork server: not running; given up: {self._given_up[-1][1]}"
+        starter = "cell" if self._is_started else "launch"
+        return f"fork server: not running; the next {starter} starts it"
+
+    @staticmethod
+    def _status_of(server: ForkServer) -> str:
+        hello = server.hello
+        if hello is None:
+            return f"fork server: pid {server.process.pid}, importing {', '.join(server.preload)}"
+        state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
+        return f"fork server: {server.state()}, {state}"
+
+    def stop(self) -> None:
+        """Kill every server of this process."""
+        with self._lock:
+            present = self.all()
+            self._servers, self._retired, self._bare, self._building = [], [], None, None
+            self._last, self._given_up, self._named, self._left_out = [], [], {}, {}
+            self._is_started = False
+            for server in present:
+                server.stop()
+
+    def all(self) -> list[ForkServer]:
+        """Return every server of this process, including one that is being built and those that are retired."""
+        with self._lock:
+            return [each for each in (self._building, self._bare, *self._servers, *self._retired) if each is not None]
+
+    # -------------------------------------------------------------- which server
+    def _for(self, method: Method, where: Where) -> ForkServer:
+        with self._lock:
+            self._collect()
+            if method == "forkserver":
+                self._last = [*self._last[-1:], where]
+                return self._server(where)
+            for server in self._servers:
+                if server.hello is not None and not server.hello.problem:
+                    return server  # whatever it has imported: what it spawns reads its own environment
+            if self._bare is None:
+                self._bare = ForkServer(())
+            return self._bare
+
+    def _server(self, where: Where) -> ForkServer:
+        """Return the best server whose imports saw the environment of launches there; start one if there is none."""
+        self._collect()
+        here = Where.here().read_at_import
+        server = self._best(where)
+        if server is None:
+            self._is_started = False  # unless the system starts it
+            server = ForkServer(_PRELOAD, where._replace(cwd=os.path.abspath(os.sep)))
+            self._is_started = True
+        self._servers = [*(other for other in self._servers if other is not server), server]
+        others = [each for each in self._servers if each.where.read_at_import != here and not each.is_awaited]
+        kept = [each for each in others if each.where.named][-MAX_ENV_SERVERS:]
+        for old in others:
+            if old not in kept:
+                self._retire(old)
+        self.build_soon()
+        return server
+
+    def _best(self, where: Where) -> ForkServer | None:
+        """Return the server that has most imported, of those that launches there can use."""
+        return max((each for each in self._servers if each.fits(where)), key=lambda each: len(each.ahead), default=None)
+
+    def _collect(self) -> None:
+        """Forget servers that have exited, and retire those of an earlier installation."""
+        self._retired = [old for old in self._retired if old.alive()]
+        self._bare = self._bare if self._bare is not None and self._bare.alive() else None
+        for server in list(self._servers):
+            if server.installed != installed_now():
+                _log.info("what is installed has changed: starting a new fork server")
+                self._left_out.clear()
+                self._retire(server)
+            elif not server.alive():
+                self._is_started = self._is_started and server.hello is not None
+                self._retire(server)
+
+    def _retire(self, server: ForkServer) -> None:
+        """Let it end after its launches."""
+        self._servers = [other for other in self._servers if other is not server]
+        self._bare = None if server is self._bare else self._bare
+        server.retire()
+        if server not in self._retired:
+            self._retired.append(server)
+
+    def give_up(self, server: ForkServer) -> None:
+        """Replace a server that does not answer; its other launches run on."""
+        with self._lock:
+            self._retire(server)
+
+    def has_place(self, server: ForkServer) -> bool:
+        """Return True if launches may use it: it was not retired."""
+        with self._lock:
+            return server in (self._bare, *self._servers)
+
+    # -------------------------------------------------------------- a fresh server, in the background
+    def build_soon(self) -> None:
+        """Start a server in the background that has more imported, if there is more to import."""
+        with self._lock:
+            if self._builder is None and self._next_step() is not None:
+                thread = threading.Thread(target=self._build, name="nblaunch-builder", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads: ranks import for themselves
+                    thread.start()
+                    self._builder = thread
+
+    def _build(self) -> None:
+        """Build one server after the other, until nothing is missing."""
+        try:
+            while self._may_build():
+                self._build_one()
+        except (StartError, OSError):  # ranks import for themselves
+            _log.info("no fork server was started in the background", exc_info=True)
+        finally:
+            with self._lock:
+                self._builder = self._building = None
+
+    def _may_build(self) -> bool:
+        """Wait until no launch starts. Return False if there is nothing to build.
+
+        Raises:
+            StartError: The server whose place another shall take cannot be used.
+        """
+        while True:
+            with self._lock:
+                quiet = 0.0 if self._starting else time.monotonic() - self._started
+                step = self._next_step()
+                if step is None:
+                    self._builder = None  # a later request starts another thread
+                    return False
+            old = step[0]
+            if old.hello is not None and quiet >= timeouts.BUILD_QUIET_S:
+                return True
+            old.ready()
+            time.sleep(max(0.05, timeouts.BUILD_QUIET_S - quiet))
+
+    def _build_one(self) -> None:
+        with self._lock:
+            step = self._next_step()
+            if step is None:
+                return
+            old, where, ahead = step
+            self._building = new = ForkServer(_PRELOAD, where, ahead)
+        try:
+            problem = new.ready().problem
+        except StartError as error:
+            problem = str(error)
+        with self._lock:
+            if self._building is not new:  # `stop` was called
+                return
+            self._building = None
+            if problem:
+                new.stop()
+                for package in [new.package] if new.package else map(package_of, ahead):
+                    self._left_out[package] = problem
+            elif not self.has_place(old) or new.installed != installed_now():
+                self._retire(new)
+            else:
+                self._take_over(old, new)
+
+    def _take_over(self, old: ForkServer, new: ForkServer) -> None:
+        """Give the new server to launches. One without packages stays beside it: not all launches may use those."""
+        for server in list(self._servers):
+            if server is old if new.is_plain else not server.is_plain:
+                self._retire(server)
+        new.is_awaited = False
+        self._servers.append(new)
+
+    def _next_step(self) -> tuple[ForkServer, Where, list[str]] | None:
+        """Return a server, and where the next one has to import what it lacks; None if nothing is missing."""
+        last = self._last[-1] if self._last else Where.here()
+        old = self._best(last)
+        if old is None or (old.hello is not None and old.hello.problem):
+            return None
+        packages = self._wanted() if self._last else []
+        if old.is_plain and not all(server.is_plain for server in self._servers) and not last.is_like(self._last[0]):
+            packages = []  # a sweep over environments would build one after every launch
+        ahead = [name for name in (*_SOON, *packages) if package_of(name) not in self._left_out]
+        missing = set(ahead) - set(old.ahead)
+        return (old, last, list(dict.fromkeys((*old.ahead, *ahead)))) if missing else None
+
+    def _wanted(self) -> list[str]:
+        """Return the modules that the notebook has imported or the user has named."""
+        packages = set(map(package_of, self._named))
+        if os.environ.get("NBLAUNCH_PRELOAD") != "0":
+            packages |= KNOWN_SAFE
+        here = imported_here(packages)
+        for package in {package_of(name) for name in (*here, *self._named)} - self._left_out.keys():
+            if reason := why_not_ahead(package):
+                self._left_out[package] = reason
+        return [*here, *(name for name in self._named if name not in here)]
+
+
+def _packages_in(modules: Sequence[str]) -> str:
+    return ", ".join(sorted(set(map(package_of, modules))))
+
+
+servers = Servers()
+os.register_at_fork(after_in_child=servers.forget)

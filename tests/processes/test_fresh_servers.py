@@ -1,0 +1,271 @@
+"""Fork servers that take another one's place, with more imported, and their clean-up when any process ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.engines import fork_servers
+from nblaunch.engines.fork_servers import ForkServer, Servers, Where
+from nblaunch.machine import timeouts
+from nblaunch.machine.packages import installed_path
+from nblaunch.machine.processes import descendants
+from tests.conftest import LONG, eventually
+from tests.processes.conftest import Launcher
+from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
+
+HANGS = "import time\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """Servers of the test's own."""
+    servers = Servers()
+    monkeypatch.setattr("nblaunch.engines.local.servers", servers)
+    monkeypatch.setattr("nblaunch.engines.local_workers.servers", servers)
+    monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
+    yield servers
+    servers.stop()
+    eventually(lambda: servers._builder is None)
+
+
+@pytest.fixture
+def soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the second server import a module of this text, and not what takes long."""
+
+    def change(text: str) -> None:
+        site = tmp_path / "site-packages"
+        site.mkdir()
+        (site / "imported_soon.py").write_text(text)
+        paths = [*installed_path(), str(site)]
+        monkeypatch.setattr(fork_servers, "installed_path", lambda: paths)
+        monkeypatch.setattr(fork_servers, "_SOON", ("imported_soon",))
+
+    return change
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Open more files than ``select`` supports, as a notebook with a thousand shared tensors does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    files: list[int] = []
+    try:
+        while not files or files[-1] < 1100:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for fd in files:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def launched(function: Callable[..., Any], *args: object) -> list[Any]:
+    result = notebook_launcher(function, args, 2, start_method="forkserver", view="none")
+    assert isinstance(result, LaunchResult)
+    return list(result)
+
+
+def modules(*names: str) -> list[str]:
+    """Which modules were there before this rank imported anything."""
+    return [name for name in names if name in sys.modules]
+
+
+def has_built(own: Servers) -> bool:
+    return own._builder is None
+
+
+def being_built(own: Servers) -> ForkServer:
+    """The server that is being built, once it imports what the other lacks."""
+    eventually(lambda: own._building is not None)
+    building = own._building
+    assert building is not None
+    return building
+
+
+# ------------------------------------------------------------------ taking over
+def test_the_first_optimizers_imports_are_there_soon(own: Servers) -> None:
+    assert launched(modules, "torch", "torch._dynamo") == [["torch"]] * 2
+    (first,) = own._servers
+    eventually(lambda: has_built(own), LONG, own.status)
+    assert first not in own._servers
+    eventually(lambda: not first.alive())
+    names = ["torch", "torch._dynamo", "nblaunch.training"]
+    assert launched(modules, *names) == [names] * 2
+
+
+def test_its_imports_read_the_environment_of_the_launch(own: Servers) -> None:
+    def sympys_own() -> tuple[bool, str]:
+        there = "sympy" in sys.modules
+        return there, importlib.import_module("sympy.core.cache").USE_CACHE
+
+    found = []
+    for _ in range(2):
+        env = {"SYMPY_USE_CACHE": "no"}
+        result = notebook_launcher(sympys_own, (), 1, start_method="forkserver", view="none", env=env)
+        assert isinstance(result, LaunchResult)
+        found += list(result)
+        eventually(lambda: has_built(own), LONG, own.status)
+    assert found == [(False, "no"), (True, "no")]
+
+
+def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
+    soon(HANGS)
+    launched(os.getpid)
+    hanging, served = being_built(own), own._servers
+    for _ in range(3):
+        assert launched(os.getpid)
+    assert own._building is hanging
+    assert own._servers == served
+    assert served[0].launches == 4
+    assert own.status()[-1] == "in preparation: a fork server that imports imported_soon ahead"
+
+
+def test_a_build_that_hangs_costs_only_itself(
+    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "PRELOAD_TIMEOUT_S", 1.0)
+    soon(HANGS)
+    launched(os.getpid)
+    eventually(lambda: has_built(own), LONG, own.status)
+    assert own.status()[-1] == "not imported ahead of launches: imported_soon, as importing it takes more than 1 s"
+    assert launched(os.getpid)
+
+
+def test_a_build_that_spoils_the_process_leaves_ranks_to_fork(own: Servers, soon: Callable[[str], None]) -> None:
+    soon("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
+    launched(os.getpid)
+    eventually(lambda: has_built(own), LONG, own.status)
+    assert "imported_soon, as the preload left 2 threads running" in own.status()[-1]
+    assert own.usable("forkserver") == "forkserver"
+
+
+def test_a_launch_outlives_the_server_that_started_it(
+    own: Servers, soon: Callable[[str], None], tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go_on"
+    soon(f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n")
+    begun = tmp_path / "begun"
+
+    def wait() -> str:
+        begun.touch()
+        while not (tmp_path / "leave").exists():
+            time.sleep(0.02)
+        return "returned"
+
+    running: Any = notebook_launcher(wait, (), 2, start_method="forkserver", view="none", block=False)
+    eventually(begun.exists)
+    (first,) = own._servers
+    go_on.touch()
+    eventually(lambda: first not in own._servers)
+    assert launched(os.getpid)
+    assert first.alive()
+    (tmp_path / "leave").touch()
+    assert list(running.result()) == ["returned"] * 2
+    eventually(lambda: not first.alive())
+    assert launched(os.getpid)
+
+
+def test_a_kernel_with_more_than_a_thousand_open_files_launches(
+    own: Servers, many_files: None, launch: Launcher
+) -> None:
+    assert len(launch(os.getpid)) == 2
+    assert own.all()[-1].channel.fileno() >= 1024
+    eventually(lambda: has_built(own), LONG, own.status)
+    assert len(launch(os.getpid)) == 2
+
+
+def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
+    own.warm_up()
+    (server,) = own._servers
+    own.give_up(server)
+    child = os.fork()
+    if child == 0:
+        own.forget()
+        os._exit(len(own.all()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert own._retired == [server]
+
+
+# ------------------------------------------------------------------ its end
+def test_a_server_that_is_killed_while_the_next_is_built_leaves_no_package_out(
+    own: Servers, soon: Callable[[str], None]
+) -> None:
+    soon(HANGS)
+    own.warm_up()
+    hanging = being_built(own)
+    os.kill(own._servers[0].process.pid, signal.SIGKILL)
+    eventually(lambda: not own._servers[0].alive())
+    assert launched(os.getpid)
+    assert own._building is hanging
+    assert not own._left_out
+
+
+def test_stop_ends_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
+    soon(HANGS)
+    own.warm_up()
+    hanging = being_built(own)
+    own.stop()
+    assert not hanging.alive()
+    eventually(lambda: has_built(own))
+    assert not own._left_out
+    assert launched(os.getpid)
+
+
+# ------------------------------------------------------------------ the kernel's end
+STAGES = ("first with the second in the making", "second")
+
+
+def be_a_kernel(stage: str, folder: str) -> None:
+    """In a separate process: reach `stage`, write the pids, and wait to be killed."""
+    site = Path(folder, "site-packages")
+    site.mkdir()
+    (site / "hangs.py").write_text(HANGS)
+    (site / "fine.py").write_text("")
+    sys.path.insert(0, str(site))
+    servers = fork_servers.servers
+    timeouts.BUILD_QUIET_S = 0.0
+    fork_servers._SOON = ()
+    servers.warm_up()
+    servers.preload(["hangs" if stage == STAGES[0] else "fine"], Where.here())
+    if stage == STAGES[0]:
+        being_built(servers)
+    else:
+        eventually(lambda: any(not server.is_plain for server in servers._servers))
+    launch: Any = notebook_launcher(time.sleep, (600,), 2, start_method="forkserver", view="none", block=False)
+    assert not launch.done
+    eventually(lambda: sum(len(descendants(server.process.pid)) for server in servers.all()) >= 3)
+    pids = {server.process.pid for server in servers.all()}
+    pids |= {pid for server in pids for pid in descendants(server)}
+    Path(folder, "pids.tmp").write_text(json.dumps(sorted(pids)))
+    Path(folder, "pids.tmp").rename(Path(folder, "pids"))
+    threading.Event().wait()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_survives_the_kernel_at_any_stage(stage: str, tmp_path: Path) -> None:
+    code = "import sys; from tests.processes.test_fresh_servers import be_a_kernel; be_a_kernel(*sys.argv[1:])"
+    kernel = subprocess.Popen([sys.executable, "-c", code, stage, str(tmp_path)])
+    try:
+        eventually(lambda: (tmp_path / "pids").exists() or kernel.poll() is not None)
+        pids = json.loads((tmp_path / "pids").read_text())
+        living = [pid for pid in pids if alive(pid)]
+        assert len(living) >= 5  # two servers, a reaper, two ranks
+    finally:
+        kernel.kill()
+        kernel.wait()
+    eventually(lambda: not any(map(alive, pids)), SURVIVES_AT_MOST, lambda: [pid for pid in pids if alive(pid)])
