@@ -13,7 +13,6 @@ import selectors
 import shutil
 import signal
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -102,11 +101,8 @@ class LocalWorkers:
     # -------------------------------------------------------------- starting
     def open_store(self, give_up: Callable[[], bool] = lambda: False, address: str = LOOPBACK) -> Store:
         """Serve the store on an address of this machine, at once."""
-        deadline = time.monotonic() + timeouts.PROCESSES_END_S
-        while refused := refused_threads(_OWN_THREADS + _RANK_THREADS * len(self._ranks)):
-            if time.monotonic() > deadline or give_up():
-                raise StartError(f"the ranks could not be started: {refused}")
-            time.sleep(timeouts.SIGNAL_CHECK_INTERVAL_S / 10)
+        if refused := refused_threads(_OWN_THREADS + _RANK_THREADS * len(self._ranks)):
+            raise StartError(f"the ranks could not be started: {refused}")
         try:
             return self._opened.enter_context(Rendezvous(self._order.world_size, address)).store
         except OSError as error:

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
+from nblaunch.errors import NblaunchError, ResultError, text_of
 from nblaunch.launch import failures
 from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_turn import Turn
+from nblaunch.launch.stopping import ByUser, Told
 from nblaunch.launch.task import Task
 from nblaunch.transfer.parcel import unpack
 
@@ -64,33 +65,10 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
         attempt: The last attempt.
         seconds: How long the launch has run.
     """
-    job, task = attempt.job, attempt.task
-    if task.abandoned is not None:
-        waiting, returned = task.abandoned
-        why = f"{task.difference}\n" if task.difference else "Every rank must call each collective. "
-        return CollectiveError(
-            f"rank {waiting} waited in a collective for rank {returned}, which had finished {name}. {why}"
-            f"The variables are kept, the process group is new. Logs: {attempt.files.directory}",
-            waiting,
-            attempt.files.err(waiting),
-        )
-    if task.waited_long and task.stuck is not None:
-        rank = task.stuck.ranks[0] if task.stuck.ranks else 0
-        lines = "".join(f"\n    {line}" for line in task.stuck.lines)
-        text = f"{name} was stopped:{lines}\nLogs: {attempt.files.directory}"
-        return CollectiveError(text, rank, attempt.files.err(rank))
-    if task.ladder is not None and task.ladder.reason == "timeout":
-        return LaunchTimeoutError(
-            f"{name} took longer than timeout={job.plan.timeout:g} s and was stopped."
-            f"{_places(task)}Logs: {attempt.files.directory}"
-        )
-    if task.taken_back:
-        return LaunchStoppedError(
-            f"{task.taken_back}, so {name} was stopped{_incomplete(task)}. Logs: {attempt.files.directory}"
-        )
-    return LaunchStoppedError(
-        f"{name} was stopped after {seconds:.1f} s{_incomplete(task)}. Logs: {attempt.files.directory}"
-    )
+    task = attempt.task
+    reason = task.ladder.reason if task.ladder is not None else ByUser()
+    limit, files = attempt.job.plan.timeout, attempt.files
+    return reason.error(Told(name, seconds, limit, _incomplete(task), _places(task), task.difference, files))
 
 
 def _incomplete(task: Task) -> str:

@@ -1,4 +1,4 @@
-"""How ranks are stopped: SIGINT, a grace period for those that acknowledge it, then SIGKILL.
+"""Why ranks are stopped, and how: SIGINT, a grace period for those that acknowledge it, then SIGKILL.
 
 Pure: the caller passes the time and sends the signals that are due.
 """
@@ -8,14 +8,113 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
+from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.stuck import StuckVerdict
 from nblaunch.machine import timeouts
 
-Reason = Literal["user", "failure", "timeout"]
 _TIMES = {2: "twice", 3: "three times"}
 
 
+# ------------------------------------------------------------------ why
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the error of a stopped launch is made from.
+
+    Attributes:
+        name: The function's name.
+        seconds: How long the launch has run.
+        timeout: How long it may.
+        incomplete: Failures during the stop, as a clause: a checkpoint may be incomplete.
+        places: Where the ranks were, as lines.
+        difference: See `Task.difference`.
+        files: The logs.
+    """
+
+    name: str
+    seconds: float
+    timeout: float | None
+    incomplete: str
+    places: str
+    difference: str
+    files: LaunchFiles
+
+    @property
+    def logs(self) -> str:
+        """The sentence that ends every message."""
+        return f"Logs: {self.files.directory}"
+
+
+@dataclass(frozen=True, slots=True)
+class ByUser:
+    """A Stop, an interrupt, or ``quit`` in a debugger."""
+
+    def error(self, told: Told) -> NblaunchError:
+        """Return the error of a launch that this has ended; so for all reasons."""
+        return LaunchStoppedError(f"{told.name} was stopped after {told.seconds:.1f} s{told.incomplete}. {told.logs}")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """Another rank has failed, which the verdict tells. The others may wait for it."""
+
+    def error(self, told: Told) -> NblaunchError:
+        return ByUser().error(told)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """``timeout=`` is over."""
+
+    def error(self, told: Told) -> NblaunchError:
+        said = f"{told.name} took longer than timeout={told.timeout:g} s and was stopped."
+        return LaunchTimeoutError(f"{said}{told.places}{told.logs}")
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """A node, and the task with it, is being taken back."""
+
+    why: str
+
+    def error(self, told: Told) -> NblaunchError:
+        return LaunchStoppedError(f"{self.why}, so {told.name} was stopped{told.incomplete}. {told.logs}")
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A kept rank waits in a collective for one that has returned."""
+
+    waiting: int
+    returned: int
+
+    def error(self, told: Told) -> NblaunchError:
+        why = f"{told.difference}\n" if told.difference else "Every rank must call each collective. "
+        return CollectiveError(
+            f"rank {self.waiting} waited in a collective for rank {self.returned}, which had finished {told.name}. "
+            f"{why}The variables are kept, the process group is new. {told.logs}",
+            self.waiting,
+            told.files.err(self.waiting),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NoProgress:
+    """No collective has made progress for `timeouts.COLLECTIVE_TIMEOUT_S`."""
+
+    verdict: StuckVerdict
+
+    def error(self, told: Told) -> NblaunchError:
+        rank = self.verdict.ranks[0] if self.verdict.ranks else 0
+        lines = "".join(f"\n    {line}" for line in self.verdict.lines)
+        return CollectiveError(f"{told.name} was stopped:{lines}\n{told.logs}", rank, told.files.err(rank))
+
+
+Reason = ByUser | PeerFailed | TimedOut | TakenBack | Abandoned | NoProgress
+
+
+# ------------------------------------------------------------------ how
 @dataclass(frozen=True, slots=True)
 class Due:
     """A signal that is due."""
@@ -79,7 +178,7 @@ class Ladder:
 
         They may wait in a collective for the rank that failed.
         """
-        if self.reason != "failure" or now < self.begun + timeouts.COLLECTIVE_CHECK_DELAY_S:
+        if not self._may_wait_for_others or now < self.begun + timeouts.COLLECTIVE_CHECK_DELAY_S:
             return []
         asked = self.interrupted - self.answered - self.killed
         return [rank for rank in live if rank in asked and rank not in self.left]
@@ -87,6 +186,16 @@ class Ladder:
     def kill(self) -> None:
         """Skip the grace period."""
         self.at_once = True
+
+    @property
+    def is_by_user(self) -> bool:
+        """Return True if the user has stopped the task."""
+        return isinstance(self.reason, ByUser)
+
+    @property
+    def _may_wait_for_others(self) -> bool:
+        """Return True if ranks may wait in a collective that will not end."""
+        return not (self.is_by_user or isinstance(self.reason, TimedOut))
 
     def _deadline(self, rank: int) -> float:
         last = self.begun if self.at_once else self.begun + self.grace
@@ -114,7 +223,7 @@ class Ladder:
     def _how_to_kill(self, interrupts: int) -> str:
         if interrupts < 2:
             return "; interrupt again to kill now" * interrupts
-        more = " more" if self.reason == "user" else ""
+        more = " more" if self.is_by_user else ""
         return f"; interrupt {_TIMES[interrupts]}{more} to kill now"
 
 
@@ -155,7 +264,7 @@ class KeptLadder(Ladder):
             live: The ranks that have not finished the task.
             has_left: Whether another rank has.
         """
-        delay = timeouts.FREE_AFTER_FAILURE_S if self.reason == "failure" else timeouts.FREE_DELAY_S
+        delay = timeouts.FREE_AFTER_FAILURE_S if self._may_wait_for_others else timeouts.FREE_DELAY_S
         if now < self.begun + delay:
             return []
         if has_left and self._left_at is None:

@@ -22,7 +22,17 @@ from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Stacks
-from nblaunch.launch.stopping import KeptLadder, Ladder, Reason
+from nblaunch.launch.stopping import (
+    Abandoned,
+    ByUser,
+    KeptLadder,
+    Ladder,
+    NoProgress,
+    PeerFailed,
+    Reason,
+    TakenBack,
+    TimedOut,
+)
 from nblaunch.launch.stuck import StuckVerdict, difference
 from nblaunch.launch.stuck_watch import StuckWatch
 from nblaunch.launch.verdict import Verdict, judge
@@ -87,12 +97,8 @@ class Task:
         self.phase: Phase = "running"
         self.ladder: Ladder | None = None
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
-        self.abandoned: tuple[int, int] | None = None
-        """A rank that waited in a collective, and one that had returned, if that has ended the task."""
-        self.taken_back = ""
-        """Why a node, and the task with it, is being taken back; empty if none is."""
-        self.waited_long = False
-        """That a collective has made no progress for `timeouts.COLLECTIVE_TIMEOUT_S` has ended the task."""
+        self._failure: PeerFailed | TakenBack = PeerFailed()
+        """Why to stop the ranks at `_stop_at`."""
         self._watches_stuck = joins
         self._stuck = StuckWatch(self.present, sources, lambda: group.workers.sampler("cpu", {}))
         self._shown_stuck = ""
@@ -163,8 +169,8 @@ class Task:
             self._note_failure(self.ranks[event.rank])
         elif isinstance(event, NotStarted):
             self._stop_within(timeouts.PEER_FAILURE_WAIT_S)
-        elif isinstance(event, NodeLeaving) and not self.taken_back:
-            self.taken_back = event.reason
+        elif isinstance(event, NodeLeaving) and not isinstance(self._failure, TakenBack):
+            self._failure = TakenBack(event.reason)
             self.view.on(Note(f"{event.reason}: stopping the ranks, which have up to {self.stop_grace:g} s"))
             self._stop_within(0.0)
 
@@ -275,26 +281,28 @@ class Task:
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
-            return "user"
+            return ByUser()
         if now >= self.deadline + self.console.paused_s and self.stacks.located(now):
-            return "timeout"
+            return TimedOut()
         if self.console.has_examined and self.console.debugging.post_mortem:
-            return "failure"
+            return PeerFailed()
         if self.console.is_open:
             return None
-        if now >= self._stop_at or self._is_abandoned(now):
-            return "failure"
-        self.waited_long = self._stuck.waited(now) >= timeouts.COLLECTIVE_TIMEOUT_S
-        return "failure" if self.waited_long else None
+        if now >= self._stop_at:
+            return self._failure
+        if (abandoned := self._abandonment(now)) is not None:
+            return abandoned
+        verdict = self._stuck.verdict
+        is_long = verdict is not None and self._stuck.waited(now) >= timeouts.COLLECTIVE_TIMEOUT_S
+        return NoProgress(verdict) if verdict is not None and is_long else None
 
-    def _is_abandoned(self, now: float) -> bool:
-        """Return True if kept ranks wait in a collective for ranks that have returned."""
+    def _abandonment(self, now: float) -> Abandoned | None:
+        """Return which kept rank waits in a collective for one that has returned; None if none does."""
         waiting = [rank.rank for rank in self.present if not rank.is_over]
         returned = [rank.rank for rank in self.present if rank.done is not None]
         if not (self._is_kept and waiting and returned and self._abandoned.found(waiting, returned, now)):
-            return False
-        self.abandoned = waiting[0], returned[0]
-        return True
+            return None
+        return Abandoned(waiting[0], returned[0])
 
     @property
     def stuck(self) -> StuckVerdict | None:
@@ -349,7 +357,7 @@ class Task:
                     "function, or a multiprocessing queue that is not read?): killed"
                 )
             )
-            self._stop(Ladder("failure", now, 0.0))
+            self._stop(Ladder(PeerFailed(), now, 0.0))
 
     def _show_states(self) -> None:
         changed = []
@@ -373,7 +381,8 @@ class Task:
         self.phase = "ended"
         self._show_states()
         verdict = self.verdict()
-        pair = self.abandoned
+        reason = self.ladder.reason if self.ladder is not None else None
+        pair = (reason.waiting, reason.returned) if isinstance(reason, Abandoned) else None
         if verdict.cause is not None and verdict.cause.kind == "collective":
             pair = verdict.cause.rank, verdict.cause.finished_rank
         if pair is not None:

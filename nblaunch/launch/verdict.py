@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nblaunch.launch.stopping import Ladder
+from nblaunch.launch.stopping import Ladder, TimedOut
 from nblaunch.wire.messages import Done, Failed, RankExited
 
 
@@ -59,7 +59,7 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     """
     returned = [end.done.time_ns for end in ends if end.done is not None]
     if len(returned) == len(ends):
-        if ladder is not None and ladder.reason == "timeout" and max(returned, default=0) > ladder.begun * 1e9:
+        if ladder is not None and isinstance(ladder.reason, TimedOut) and max(returned, default=0) > ladder.begun * 1e9:
             return Verdict("stopped")
         if any(end.done.was_stopped for end in ends if end.done is not None):
             return Verdict("stopped")
@@ -106,8 +106,7 @@ def _by_our_hand(end: RankEnd, time_ns: int, ladder: Ladder | None) -> bool:
 
 def _by_the_user(end: RankEnd, ladder: Ladder | None) -> bool:
     """Return True if the user's interrupt ended a rank; editors signal every descendant, possibly before us."""
-    user = ladder is not None and ladder.reason == "user"
-    return user and end.failed is not None and end.failed.kind == "interrupt"
+    return ladder is not None and ladder.is_by_user and end.failed is not None and end.failed.kind == "interrupt"
 
 
 def _echo(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:

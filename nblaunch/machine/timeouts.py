@@ -219,8 +219,6 @@ TEXT_EMIT_INTERVAL_S = 0.2
 """Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
 TEXT_MESSAGE_INTERVAL_S = 0.1
 """Minimum pause of the text view for each message sent."""
-PROCESSES_END_S = 2.0
-"""For processes of the last launch, which may still count towards a limit."""
 SIGNAL_CHECK_INTERVAL_S = 0.5
 """Longest uninterrupted wait of a main thread. Python misses a signal that arrives as a wait begins, until it ends."""
 

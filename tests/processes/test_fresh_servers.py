@@ -201,9 +201,7 @@ def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
 
 
 # ------------------------------------------------------------------ its end
-def test_a_server_that_is_killed_while_the_next_is_built_leaves_no_package_out(
-    own: Servers, soon: Callable[[str], None]
-) -> None:
+def test_a_server_killed_while_the_next_is_built_is_to_blame(own: Servers, soon: Callable[[str], None]) -> None:
     soon(HANGS)
     own.warm_up()
     hanging = being_built(own)

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.stopping import Due, KeptLadder, Ladder, Reason
+from nblaunch.launch.stopping import ByUser, Due, KeptLadder, Ladder, PeerFailed, Reason, TimedOut
 
 BEGUN = 100.0
 GRACE = 30.0
-REASONS: list[Reason] = ["user", "failure", "timeout"]
+BY_USER = ByUser()
+REASONS: list[Reason] = [ByUser(), PeerFailed(), TimedOut()]
 
 
 class Stop:
     """The stopping of some ranks, asked at times after its beginning."""
 
-    def __init__(self, ranks: int = 1, reason: Reason = "user", grace: float = GRACE) -> None:
+    def __init__(self, ranks: int = 1, reason: Reason = BY_USER, grace: float = GRACE) -> None:
         self.ladder = Ladder(reason, BEGUN, grace)
         self.live = list(range(ranks))
         self.running = set(self.live)
@@ -57,7 +58,7 @@ def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason) ->
 
 
 def test_a_failure_kills_ranks_that_wait_in_a_collective_soon() -> None:
-    stop = Stop(2, "failure")
+    stop = Stop(2, PeerFailed())
     assert stop.at(0) == interrupts(0, 1)
     stop.ladder.waiting.add(1)
     assert stop.at(0.29) == []
@@ -65,7 +66,7 @@ def test_a_failure_kills_ranks_that_wait_in_a_collective_soon() -> None:
 
 
 def test_a_late_answer_from_a_collective_gets_the_full_grace() -> None:
-    stop = Stop(1, "failure")
+    stop = Stop(1, PeerFailed())
     stop.at(0)
     stop.ladder.waiting.add(0)
     stop.answers(0)
@@ -73,7 +74,7 @@ def test_a_late_answer_from_a_collective_gets_the_full_grace() -> None:
 
 
 def test_silent_ranks_neither_answer_nor_leave() -> None:
-    stop = Stop(5, "failure")
+    stop = Stop(5, PeerFailed())
     stop.leaving, stop.running = {1}, {0, 1, 3, 4}
     stop.at(0)  # rank 2 has not begun, and is killed
     stop.answers(0)
@@ -82,7 +83,7 @@ def test_silent_ranks_neither_answer_nor_leave() -> None:
     assert stop.ladder.silent(BEGUN + 0.21, stop.live) == [3]
 
 
-@pytest.mark.parametrize("reason", ["user", "timeout"])
+@pytest.mark.parametrize("reason", [ByUser(), TimedOut()])
 def test_waiting_in_a_collective_matters_only_after_a_failure(reason: Reason) -> None:
     stop = Stop(1, reason)
     stop.at(0)
@@ -172,11 +173,11 @@ def test_the_countdown_is_shown_once_a_rank_has_answered() -> None:
 
 
 def test_a_countdown_says_how_many_interrupts_kill() -> None:
-    stop = Stop(1, "failure")
+    stop = Stop(1, PeerFailed())
     stop.answers(0)
     assert stop.ladder.countdown(BEGUN, 2) == "stopping: 30 s left for checkpoints; interrupt twice to kill now"
     assert stop.ladder.countdown(BEGUN, 0) == "stopping: 30 s left for checkpoints"
-    kept = KeptLadder("user", BEGUN, GRACE)
+    kept = KeptLadder(ByUser(), BEGUN, GRACE)
     assert kept.countdown(BEGUN, 2) == "stopping: 30 s left; interrupt twice more to kill now"
     assert kept.countdown(BEGUN, 1) == "stopping: 30 s left; interrupt again to kill now"
 
@@ -229,7 +230,7 @@ def test_no_rank_gets_two_interrupts_nor_anything_after_its_kill(
 # ------------------------------------------------------------------ ranks that stay
 def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
     stop = Stop(2)
-    stop.ladder = ladder = KeptLadder("user", BEGUN, GRACE)
+    stop.ladder = ladder = KeptLadder(ByUser(), BEGUN, GRACE)
     stop.running = set()  # it waits for the others to join the group
     assert stop.at(0) == interrupts(0, 1)
     assert ladder.to_free(BEGUN + 0.49, [0, 1], has_left=False) == []
@@ -241,13 +242,13 @@ def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
 
 
 def test_a_kept_rank_is_freed_at_once_after_a_failure() -> None:
-    ladder = KeptLadder("failure", BEGUN, GRACE)
+    ladder = KeptLadder(PeerFailed(), BEGUN, GRACE)
     ladder.due(BEGUN, [0], [0], [])
     assert ladder.to_free(BEGUN + 0.11, [0], has_left=True) == [0]
 
 
 def test_a_kept_rank_in_its_finally_is_freed_once_a_peer_has_left() -> None:
-    ladder = KeptLadder("user", BEGUN, GRACE)
+    ladder = KeptLadder(ByUser(), BEGUN, GRACE)
     ladder.due(BEGUN, [0, 1, 2], [0, 1, 2], [])
     ladder.answered = {0, 1}
     assert ladder.to_free(BEGUN + 1, [0, 1, 2], has_left=False) == [2]
@@ -257,7 +258,7 @@ def test_a_kept_rank_in_its_finally_is_freed_once_a_peer_has_left() -> None:
 
 
 def test_a_kept_rank_in_its_finally_is_freed_before_it_is_killed() -> None:
-    ladder = KeptLadder("user", BEGUN, GRACE)
+    ladder = KeptLadder(ByUser(), BEGUN, GRACE)
     ladder.due(BEGUN, [0, 1], [0, 1], [])
     ladder.answered = {0, 1}
     assert ladder.to_free(BEGUN + GRACE * 0.49, [0, 1], has_left=False) == []
@@ -266,7 +267,7 @@ def test_a_kept_rank_in_its_finally_is_freed_before_it_is_killed() -> None:
 
 def test_a_kept_rank_is_killed_when_the_user_insists() -> None:
     stop = Stop(1)
-    stop.ladder = KeptLadder("user", BEGUN, GRACE)
+    stop.ladder = KeptLadder(ByUser(), BEGUN, GRACE)
     assert stop.at(0) == interrupts(0)
     stop.ladder.kill()
     assert stop.at(0.1) == kills(0)

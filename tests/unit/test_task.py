@@ -24,6 +24,7 @@ from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.plan import make_plan
+from nblaunch.launch.stopping import TimedOut
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView, View
@@ -442,7 +443,7 @@ def test_a_timeout_asks_where_the_ranks_are_and_stops_them(begin: Callable[..., 
         scene.task.stacks.look([0, 1])
     scene.step()
     assert scene.task.ladder is not None
-    assert scene.task.ladder.reason == "timeout"
+    assert scene.task.ladder.reason == TimedOut()
     assert scene.task.stacks.places == dict.fromkeys((0, 1), 'was in "/home/me/train.py", line 7')
     assert scene.signals() == [[signal.SIGINT]] * 2
 

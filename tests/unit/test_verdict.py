@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.stopping import Ladder, Reason
+from nblaunch.launch.stopping import ByUser, Ladder, PeerFailed, Reason, TimedOut
 from nblaunch.launch.verdict import RankEnd, Verdict, judge
 from nblaunch.wire.messages import Done, Failed, RankExited
 
@@ -56,8 +56,11 @@ def ranks(*ends: RankEnd) -> list[RankEnd]:
     return [replace(end, rank=rank) for rank, end in enumerate(ends)]
 
 
+BY_USER = ByUser()
+
+
 def stopping(
-    at: float, reason: Reason = "user", interrupted: Sequence[int] = (0, 1), killed: Sequence[int] = ()
+    at: float, reason: Reason = BY_USER, interrupted: Sequence[int] = (0, 1), killed: Sequence[int] = ()
 ) -> Ladder:
     return Ladder(reason, at, 30.0, interrupted=set(interrupted), killed=set(killed))
 
@@ -115,21 +118,21 @@ def headline(verdict: Verdict) -> tuple[str, str, int]:
             [returned(4.0, -9), returned(4.0)], stopping(5.0, killed=(0,)), ("finished", "", -1), id="would not leave"
         ),
         pytest.param(
-            [returned(4.0), returned(5.2)], stopping(5.0, "timeout"), ("stopped", "", -1), id="returned out of time"
+            [returned(4.0), returned(5.2)], stopping(5.0, TimedOut()), ("stopped", "", -1), id="returned out of time"
         ),
         pytest.param(
-            [returned(4.0), returned(4.9)], stopping(5.0, "timeout"), ("finished", "", -1), id="returned just in time"
+            [returned(4.0), returned(4.9)], stopping(5.0, TimedOut()), ("finished", "", -1), id="returned just in time"
         ),
-        pytest.param([raised(5.1, "interrupt")] * 2, stopping(5.0, "timeout"), ("stopped", "", -1), id="out of time"),
+        pytest.param([raised(5.1, "interrupt")] * 2, stopping(5.0, TimedOut()), ("stopped", "", -1), id="out of time"),
         pytest.param(
             [raised(4.9), died(5.4)],
-            stopping(5.0, "failure", interrupted=(1,), killed=(1,)),
+            stopping(5.0, PeerFailed(), interrupted=(1,), killed=(1,)),
             ("failed", "exception", 0),
             id="the survivors of a failure are ours",
         ),
         pytest.param(
             [echoed(4.9), died(5.4)],
-            stopping(5.0, "failure", interrupted=(1,), killed=(1,)),
+            stopping(5.0, PeerFailed(), interrupted=(1,), killed=(1,)),
             ("failed", "exception", 0),
             id="an echo that nothing explains",
         ),
@@ -156,7 +159,7 @@ def headline(verdict: Verdict) -> tuple[str, str, int]:
         ),
         pytest.param(
             [raised(4.9, "interrupt"), raised(5.1, "interrupt")],
-            stopping(5.0, "failure", interrupted=(1,)),
+            stopping(5.0, PeerFailed(), interrupted=(1,)),
             ("failed", "interrupt", 0),
             id="another's interrupt of one rank",
         ),
@@ -247,7 +250,7 @@ def test_the_numbering_of_ranks_does_not_change_the_verdict(kinds: list[Any], da
         st.sampled_from([lambda at: raised(at, "interrupt"), raised, died, echoed, returned]), min_size=2, max_size=4
     ),
     st.lists(st.floats(5.0, 9.0), min_size=4, max_size=4),
-    st.sampled_from(["user", "timeout"]),
+    st.sampled_from([ByUser(), TimedOut()]),
 )
 @settings(derandomize=True, deadline=None)
 def test_effects_of_our_own_signals_are_never_the_headline(
@@ -257,7 +260,7 @@ def test_effects_of_our_own_signals_are_never_the_headline(
     everyone = range(len(ends))
     verdict = judge(ends, stopping(5.0, reason, interrupted=everyone), lost=False)
     assert verdict.cause is None
-    returned_in_time = all(end.done for end in ends) and reason != "timeout"
+    returned_in_time = all(end.done for end in ends) and reason != TimedOut()
     assert verdict.state == ("finished" if returned_in_time else "stopped")
 
 
