@@ -2,6 +2,7 @@
 # Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
 #
 #   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` one by one
+#   bash tests/run.sh --quick         lint, types, tests/unit, and one test of a launch, a session and a kernel: 3 minutes
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #   bash tests/run.sh --gpu           what needs a GPU, and nothing else: tests/gpu/README.md
 #   bash tests/run.sh --platforms     tests/platforms with each platform's own torch, and its Python if it is found (30 GB)
@@ -56,19 +57,23 @@ if [ "${1:-}" = --platforms ]; then
     NBLAUNCH_REAL_PLATFORMS=1 exec "$python" -m pytest tests/platforms "$@"
 fi
 
-install_programs
+[ "${1:-}" = --quick ] || install_programs
 use_venv test
 unset PYTHONDONTWRITEBYTECODE  # every kernel, server and rank would compile what it imports
 cd "$root"
 check ruff check .
 check ruff format --check .
-check mypy
-if [ $# -gt 0 ]; then
-    check pytest "$@"
+check mypy &  # beside the tests, which wait much
+types=$! status=0
+if [ "${1:-}" = --quick ]; then
+    check pytest -m "not alone" -n 2 --dist loadfile \
+        tests/unit tests/processes/test_tasks.py tests/kernel/test_magics.py || status=$?
+elif [ $# -gt 0 ]; then
+    check pytest "$@" || status=$?
 else
-    status=0
     check pytest -m "not alone" -n 4 --dist loadfile --no-loadscope-reorder || status=$?
     check pytest -m alone || status=$?
     say "$("$python" -m tests.gpu --look)"
-    exit $status
 fi
+wait $types || status=$?
+exit $status

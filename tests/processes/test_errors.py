@@ -273,7 +273,7 @@ def _raised_by(launch: Launcher, *args: Any, **kwargs: Any) -> BaseException:
 
 
 # ------------------------------------------------------------------ the user's exception
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_the_users_exception_is_raised_with_rank_and_traceback(launch: Launcher) -> None:
     with pytest.raises(WithDetailsError, match=r"^learning rate is NaN$") as caught:
         launch(raise_on_rank_1, (lambda: WithDetailsError("learning rate is NaN", {"step": 7}),))
@@ -410,7 +410,6 @@ def test_a_dead_ranks_last_lines_are_shown(way: str, launch: Launcher) -> None:
         launch(die, (way,))
 
 
-@conformance("forkserver", "spawn")
 def test_a_crash_in_c_shows_its_stderr_and_the_users_frames(launch: Launcher) -> None:
     with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV") as caught:
         launch(die, ("SIGSEGV",))

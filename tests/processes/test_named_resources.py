@@ -24,7 +24,6 @@ def leave_shared_memory() -> str:
     return SharedMemory(create=True, size=100_000).name
 
 
-@conformance("forkserver", "spawn")
 def test_shared_memory_that_a_rank_forgot_is_removed(start_method: str) -> None:
     name = quiet(leave_shared_memory, num_processes=1, start_method=start_method)[0]
     assert not Path("/dev/shm", name).exists()

@@ -168,7 +168,7 @@ def wait_for(folder: str, port: int, rank: int, world_size: int) -> float:
 
 
 # ------------------------------------------------------------------ the group that is ready
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_the_default_group_is_ready(launch: Launcher) -> None:
     assert list(launch(group_as_found)) == [(True, "gloo", rank, 2, 3.0) for rank in range(2)]
 

@@ -175,7 +175,6 @@ def print_much(rank: int) -> None:
 
 
 # ------------------------------------------------------------------ reports
-@conformance("forkserver", "spawn", "fork")
 def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(launch: Launcher) -> None:
     begin = time.time()
     metrics = launch(report_some).metrics

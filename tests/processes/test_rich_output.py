@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
-from tests.conftest import conformance
 
 
 # ------------------------------------------------------------------ what ranks run
@@ -56,7 +55,6 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
 
-@conformance("forkserver", "spawn", "fork")
 @pytest.mark.parametrize("function", [displays, shows_the_builtin])
 def test_outputs_of_ranks_are_shown(
     start_method: str, function: Callable[..., None], capsys: pytest.CaptureFixture[str]

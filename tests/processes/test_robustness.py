@@ -27,7 +27,7 @@ from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedErro
 from nblaunch.launch import task
 from nblaunch.machine import timeouts
 from nblaunch.wire.channel import Channel, channel_pair
-from tests.conftest import LONG, conformance, eventually, marked_processes, present_server, settled_server
+from tests.conftest import LONG, eventually, marked_processes, present_server, settled_server
 
 quiet: Callable[..., Any] = functools.partial(notebook_launcher, num_processes=2, view="none")
 
@@ -178,7 +178,6 @@ def test_a_rank_that_cannot_be_started_says_why() -> None:
         quiet(own_rank, start_method="spawn", env={"HUGE": "x" * 200_000})
 
 
-@conformance("forkserver", "spawn")
 def test_a_missing_temporary_folder_is_named_and_nothing_left(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +230,6 @@ def load_and_be_killed(rank: int) -> None:
     time.sleep(600)
 
 
-@conformance("forkserver", "spawn")
 def test_a_killed_rank_leaves_no_temporary_folder_of_its_workers(start_method: str) -> None:
     with pytest.raises(RankDiedError, match="rank 0 was killed by SIGKILL"):
         quiet(load_and_be_killed, start_method=start_method)  # the fixture of every test looks for what is left

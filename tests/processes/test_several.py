@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, NestedLaunchError
 from nblaunch.launch.handle import live_launches
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, eventually
 from tests.processes.conftest import Launcher
 
 
@@ -132,7 +132,6 @@ def _has_ended(pid_file: Path) -> bool:
     return not Path(f"/proc/{pid_file.read_text()}").exists()
 
 
-@conformance("forkserver", "spawn")
 def test_a_launch_that_takes_longer_than_its_timeout_is_stopped(launch: Launcher, tmp_path: Path) -> None:
     with pytest.raises(LaunchTimeoutError, match=r"wait_for took longer than timeout=0.5 s and was stopped"):
         launch(wait_for, (str(tmp_path),), timeout=0.5)
@@ -174,7 +173,6 @@ def test_launches_can_be_made_from_threads(launch: Launcher) -> None:
 
 
 # ------------------------------------------------------------------ not inside a rank
-@conformance("forkserver", "spawn")
 def test_a_launch_inside_a_rank_is_refused(launch: Launcher, few: int) -> None:
     with pytest.raises(NestedLaunchError, match=r"this is rank \d of a launch, and a rank cannot launch") as caught:
         launch(launch_again, num_processes=few)

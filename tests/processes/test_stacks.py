@@ -219,7 +219,7 @@ def test_stacks_report_a_worker_that_never_began(start_method: str, tmp_path: Pa
     end(launch)
 
 
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> None:
     launch = begun(nap, tmp_path, start_method)
 
@@ -231,7 +231,6 @@ def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> Non
         assert beside_too
 
 
-@conformance("forkserver", "spawn")
 def test_a_launch_that_begins_can_be_asked_at_once(start_method: str, tmp_path: Path) -> None:
     """No rank may be sent a signal that it has no handler for: that would end it."""
     launch = begin(wait, tmp_path, start_method)

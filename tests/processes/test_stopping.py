@@ -387,7 +387,6 @@ def test_an_interrupt_during_its_acknowledgement_is_harmless(
 
 
 @pytest.mark.alone
-@conformance("forkserver", "spawn")
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=1.0)
     eventually(lambda: noted(tmp_path, "ready", 2))
@@ -412,7 +411,7 @@ def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp
 
 
 @pytest.mark.alone
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "ready", 2))
@@ -512,7 +511,6 @@ def test_a_launch_that_is_stopped_as_it_starts_ends_at_once(start_method: str, t
         launch.result()
 
 
-@conformance("forkserver", "spawn")
 def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from nblaunch.launch.views.base import NullView
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.debug_messages import Look
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, eventually
 
 
 class Group:
@@ -116,7 +116,6 @@ def wait_for_file(path: str, rank: int) -> str:
     return "undisturbed"
 
 
-@conformance("forkserver", "spawn")
 def test_ranks_run_one_task_after_the_other(ranks: Group) -> None:
     first, second, third = (ranks.run(sum_of_ranks, add) for add in (0, 1, 2))
     assert [total for _, total in first.values()] == [1.0, 1.0]
