@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError
@@ -129,8 +130,12 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
 class Reusing:
     """Places data for the ranks. Data that an earlier launch sent is not copied again."""
 
+    @property
+    def folder(self) -> Path:
+        return state_root()
+
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        return sent_data_cache.place(regions, state_root(), passing) if regions else []
+        return sent_data_cache.place(regions, self.folder, passing) if regions else []
 
 
 def share(payload: Payload) -> Shipment:

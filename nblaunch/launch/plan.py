@@ -15,7 +15,6 @@ from nblaunch.engines.protocol import Engine, Store
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.launch.output.metric_patterns import compile_patterns
 from nblaunch.machine import argument_checks, timeouts
-from nblaunch.machine.heap import keeps_freed_memory
 from nblaunch.machine.inventory import Machine, free_descriptors
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import describes_task
@@ -205,8 +204,7 @@ def make_plan(
     envs: list[Mapping[str, str]] = []
     for count, machine in zip(counts, machines, strict=True):
         threads = _threads(threads_per_rank, count, machine.cpus, {**machine.env, **extra})
-        for read in (log_limit, keeps_freed_memory):
-            read({**machine.env, **extra})  # as the ranks will: report an invalid value here
+        log_limit({**machine.env, **extra})  # as the ranks will: report an invalid value here
         node = len(envs)
         envs.append(_common_environment(machine, extra, threads, mixed_precision, device))
         places += [

@@ -67,17 +67,6 @@ def mappings() -> Iterator[Mapped]:
             yield Mapped(start, end, mode, int(offset, 16), (device, int(inode)), path)
 
 
-def anonymous_memory() -> list[tuple[int, int]]:
-    """Return the writable mappings of this process without a file, adjacent ones as one; none if unknown."""
-    found: list[tuple[int, int]] = []
-    with contextlib.suppress(OSError):  # no /proc
-        for begin, end, mode, _, (_, inode), name in mappings():
-            if mode == "rw-p" and not inode and name in ("", "[heap]"):
-                joined = found.pop()[0] if found and found[-1][1] == begin else begin  # NumPy has huge pages in parts
-                found.append((joined, end))
-    return found
-
-
 class FileMaps:
     """The files that this process has mapped, and what of them a parcel's receivers can map too. For one parcel.
 

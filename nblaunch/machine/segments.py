@@ -6,19 +6,17 @@ a write stays in the process that made it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
@@ -36,13 +34,9 @@ _SMALL_PACKED_BYTES = 4 << 20
 _MAX_PACKED_SHARE = 24
 """A shared segment may always hold 1/24 of what is sent: descriptors are scarce. If 1 GB of small tensors is sent, a
 receiver that keeps one of them keeps 42 MB. Segments of 4 MiB would need 250 descriptors."""
-_PAGED_BYTES = 256 << 10
-"""A region of this size or more keeps its offset within a page, so that pages of a segment can replace its own."""
 _BLOCK_BYTES = 128 << 10
 """Maximum size of a block of small regions. Less than `_PAGED_BYTES`: others may write to the bytes between them."""
 _MAX_GAP_BYTES = 512
-_OWN_ALLOCATION_BYTES = 32 << 20
-"""glibc's malloc gives a region of this size or more a mapping of its own (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
@@ -216,15 +210,13 @@ def _memory_short_of(size: int) -> int | None:
     return None if size <= memory - max(_RESERVE_BYTES, memory // 20) else memory
 
 
-def _find_room(more: int, size: int, folder: Path) -> Path | None:
-    """Choose where to write: None for memory, else `folder`.
+def find_room(size: int, folder: Path) -> Path | None:
+    """Choose where to write `size` bytes: None for memory, else `folder`.
 
-    Args:
-        more: Bytes that memory would have to hold in addition.
-        size: Bytes that the folder's disk would have to hold.
-        folder: The alternative to memory.
+    Raises:
+        NoRoomError: There is no room.
     """
-    memory = _memory_short_of(more)
+    memory = _memory_short_of(size)
     if memory is None and sealed_files.fits(size):
         return None
     disk = 0 if memory is not None and _is_memory(folder) else shutil.disk_usage(folder).free
@@ -261,16 +253,12 @@ def in_words(size: float) -> str:
 
 
 # ------------------------------------------------------------------ writing
-def write(
-    regions: Sequence[Region], folder: Path, may_replace: Callable[[Region], bool] | None = None
-) -> Iterator[tuple[Region, Placed]]:
+def write(regions: Sequence[Region], folder: Path) -> Iterator[tuple[Region, Placed]]:
     """Copy regions that do not overlap into new segments.
 
     Args:
         regions: What to copy.
         folder: Where to put a file if memory is short.
-        may_replace: Return True if the pages of a region may be replaced by the segment's, mapped privately, as soon
-            as they are copied. Sending a result of 1 GB then peaks at 1 GB instead of 2 GB. Default: no region.
 
     Returns:
         Each region, and where it was put.
@@ -278,83 +266,30 @@ def write(
     Raises:
         NoRoomError: There is no room.
     """
-
-    def is_replaced(region: Region) -> bool:
-        if may_replace is None or region.size < _PAGED_BYTES or not pages_are_replaceable():
-            return False
-        return may_replace(region)
-
-    more = sum(region.size for region in regions if not is_replaced(region))
-    where = _find_room(more, sum(region.size for region in regions), folder)
+    where = find_room(sum(region.size for region in regions), folder)
     for group in grouped(regions):
-        segment, offsets = _write_segment(group, where, is_replaced)
+        segment, offsets = _write_segment(group, where)
         for region, offset in zip(group, offsets, strict=True):
             yield region, Placed(segment, offset, True)
 
 
-def _write_segment(
-    regions: Sequence[Region], folder: Path | None, is_replaced: Callable[[Region], bool]
-) -> tuple[Segment, list[int]]:
+def _write_segment(regions: Sequence[Region], folder: Path | None) -> tuple[Segment, list[int]]:
     offsets, size = [], 0
     for region in regions:
-        step = _PAGE if region.size >= _PAGED_BYTES else ALIGNMENT
-        offsets.append(size + (region.address - size) % step)
+        offsets.append(size + (region.address - size) % ALIGNMENT)
         size = offsets[-1] + region.size
     draft = sealed_files.create(size, folder)
     try:
         os.ftruncate(draft.fd, size)
         for region, offset in zip(regions, offsets, strict=True):
-            _copy(region, draft.fd, offset, draft.in_memory and is_replaced(region))
+            view, done = region.view(), 0
+            while done < region.size:  # Python handles signals between chunks
+                done += os.pwrite(draft.fd, view[done : done + _CHUNK_BYTES], offset + done)
         fd = draft.seal()
     except BaseException:
         draft.close()
         raise
     return Segment(fd, size, draft.in_memory), offsets
-
-
-def _copy(region: Region, fd: int, offset: int, replace: bool) -> None:
-    view = region.view()
-    for start in range(0, region.size, _CHUNK_BYTES):
-        end = min(region.size, start + _CHUNK_BYTES)
-        at = start
-        while at < end:
-            at += os.pwrite(fd, view[at:end], offset + at)
-        if replace:
-            _replace_pages(region.address + start, region.address + end, fd, offset + start)
-
-
-@functools.cache
-def pages_are_replaceable() -> bool:
-    """Return True if this process allocates with glibc's malloc, which never takes pages that it has kept for zeroed.
-
-    jemalloc does once it has called ``madvise(MADV_DONTNEED)``, after which a page of a segment has its bytes again:
-    ``numpy.zeros`` would return them.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        return bool(libc.gnu_get_libc_version) and _address_of(libc.malloc) == _address_of(_libc.malloc)
-    except (OSError, AttributeError):  # musl, macOS
-        return False
-
-
-def _address_of(function: Any) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value
-
-
-def _replace_pages(start: int, end: int, fd: int, offset: int) -> Region:
-    """Map a file privately over the whole pages of a range that is to hold the same bytes; return those pages.
-
-    Maps with MAP_FIXED over the heap, which is safe only for plain memory that no thread writes to meanwhile; the
-    caller checks that. It frees each chunk as it is copied: a result of 1.07 GB peaks at 1.06 times its size, and at
-    2.00 times without.
-    """
-    first, last = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
-    offset += first - start
-    if first < last and offset % _PAGE == 0:
-        with contextlib.suppress(OSError):  # the limit of mappings is reached: these pages stay, as a second copy
-            _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
-            return Region(first, last - first)
-    return Region(start, 0)
 
 
 # ------------------------------------------------------------------ mapping
@@ -373,22 +308,6 @@ def map_segment(fd: int, size: int, access: Access = "private") -> memoryview:
     finally:
         del here
     return memoryview(reserved)
-
-
-def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
-    """Give memory that was just allocated, and not written to, the bytes of a segment.
-
-    Args:
-        into: The memory. If it is large, it is an allocation of its own, and shares the segment's pages.
-        source: The bytes.
-        fd: The segment's descriptor; -1: there is none.
-        offset: Of the bytes in the segment.
-    """
-    may_map = fd >= 0 and into.size >= _OWN_ALLOCATION_BYTES and pages_are_replaceable()
-    mapped = _replace_pages(into.address, into.end, fd, offset) if may_map else Region(into.address, 0)
-    here, head, tail = into.view(), mapped.address - into.address, mapped.end - into.address
-    here[:head] = source[:head]
-    here[tail:] = source[tail:]
 
 
 def move_page(address: int, fd: int) -> None:

@@ -109,8 +109,6 @@ AGENT_OBSERVE_S = 0.5
 """Between two looks at what the ranks of a node have counted."""
 REAPER_READ_TIMEOUT_S = 10.0
 """For the reaper to read what it was sent before."""
-HEAP_TRIM_IDLE_S = 10.0
-"""Without a task before a kept rank gives freed memory back."""
 DUMP_QUIET_S = 0.2
 """Without growth before faulthandler's dump counts as complete: it has no end mark."""
 

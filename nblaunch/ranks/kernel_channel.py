@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import processes
 from nblaunch.ranks import group_sockets
 from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
@@ -75,17 +75,9 @@ class KernelChannel:
         """Return True if the current task is to be interrupted: its SIGINT may not have arrived yet."""
         return self.interrupted or self._asked >= self.task > 0
 
-    def next_task(self, on_idle: Callable[[], object]) -> tuple[Task, list[int]] | None:
-        """Wait for the next task and its descriptors; None at EOF.
-
-        Args:
-            on_idle: Called once if none comes for some time.
-        """
-        try:
-            received = self._arriving.get(timeout=timeouts.HEAP_TRIM_IDLE_S)
-        except queue.Empty:
-            on_idle()
-            received = self._arriving.get()
+    def next_task(self) -> tuple[Task, list[int]] | None:
+        """Wait for the next task and its descriptors; None at EOF."""
+        received = self._arriving.get()
         if received is not None:
             signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced it
             self._deferral, self._waits = None, False

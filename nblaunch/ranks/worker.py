@@ -26,8 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nblaunch.machine import memory_maps, named_resources, processes
-from nblaunch.machine.segments import Region
+from nblaunch.machine import named_resources, processes
 from nblaunch.ranks import (
     environment,
     error_report,
@@ -109,7 +108,7 @@ def spawned(fd: int, tracker: int) -> NoReturn:
     if first is None or not isinstance(first[0], StartRank):
         os._exit(1)
     spec = first[0].spec
-    environment.set_heap(spec)
+    environment.keep_freed_memory(spec)
     environment.open_streams(spec)
     stack_dumps.answer(spec)  # before torch is imported: that can take long
     environment.apply_interpreter(spec)
@@ -122,7 +121,7 @@ def spawned(fd: int, tracker: int) -> NoReturn:
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
     code = 1
     try:
-        environment.set_heap(spec, in_thread=in_thread)
+        environment.keep_freed_memory(spec, in_thread=in_thread)
         environment.redirect(spec)
         environment.open_streams(spec)
         stack_dumps.answer(spec)
@@ -158,8 +157,7 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     if home is not None:
         home.examine = breakpoints.examine
     code, is_last = 0, False
-    trim = functools.partial(environment.trim_heap, spec)
-    while not is_last and (received := link.next_task(trim)) is not None:
+    while not is_last and (received := link.next_task()) is not None:
         task, fds = received
         is_last = task.is_last
         if task.acknowledge:
@@ -294,7 +292,7 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
     ended = time.monotonic_ns()
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
-        store = UncachedStore(Path(spec.log_dir), _may_be_replaced())
+        store = UncachedStore(Path(spec.log_dir))
         is_here = rank_variables.BELOW_AGENT not in os.environ
         parcel = pack(lambda found: result, store, home=at_home, is_here=is_here, may_salvage=at_home is not None)
     except BaseException as error:
@@ -305,20 +303,6 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
     link.send(Done(spec.rank, link.task, ended, changed, isinstance(result, Interrupted)), *parcel.fds)
     parcel.close()
     return 0
-
-
-def _may_be_replaced() -> Callable[[Region], bool] | None:
-    """Return a test for memory whose pages the result's segments may replace; None: no memory qualifies.
-
-    Replaced pages keep the result from being in memory twice. Only anonymous memory qualifies: files own their pages,
-    and the CUDA driver knows pinned memory by its pages. None qualifies while a thread of the user runs: its
-    writes during the swap would be lost.
-    """
-    torch = sys.modules.get("torch")
-    if not processes.LINUX or _user_threads() or (torch is not None and torch.cuda.is_initialized()):
-        return None
-    plain = functools.cache(memory_maps.anonymous_memory)  # called after pickling, which may make copies
-    return lambda region: any(start <= region.address and region.end <= end for start, end in plain())
 
 
 def _user_threads() -> bool:

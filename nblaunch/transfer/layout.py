@@ -32,8 +32,6 @@ class Layout:
     """How the receiver maps each."""
     buffers: tuple[Place | StoragePart | int, ...]
     """For each buffer its place, or the index of a shared descriptor."""
-    stream: tuple[Place | int, ...]
-    """The pickle in parts: a place, or a number of bytes that follow in the blob."""
     parts: tuple[str, ...]
     """The names of the objects that the pickle holds before the last, one after the other."""
     may_salvage: bool = False

@@ -19,8 +19,8 @@ from nblaunch.transfer import tensors
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES
 from nblaunch.wire import rank_variables
 
-_MIN_STREAM_BYTES = 1 << 20
-"""A ``bytes`` or ``bytearray`` of this size or more stands beside the pickle."""
+_MIN_VIEWED_BYTES = 1 << 20
+"""A ``bytes`` or ``bytearray`` of this size or more is not copied on its way into the blob."""
 _MAX_SPREAD = 2
 """A strided array is sent as its span if that is at most this many times the size of its elements."""
 _MAX_SMALL_BYTES = 1 << 20
@@ -72,7 +72,7 @@ class Outgoing:
     """Takes a pickle and the memory that leaves it; implements `tensors.BufferSink`."""
 
     files: FileMaps
-    stream: list[bytes | Region] = field(default_factory=list)
+    stream: list[bytes | memoryview] = field(default_factory=list)
     buffers: list[Region | int | Strided] = field(default_factory=list)
     """Memory, the index of a descriptor, or an array that is sent as its span or as its elements."""
     descriptors: list[int] = field(default_factory=list)
@@ -103,12 +103,8 @@ class Outgoing:
 
     def write(self, data: bytes) -> None:
         self._uncounted_bytes += len(data)
-        if len(data) < _MIN_STREAM_BYTES:
-            self.stream.append(bytes(data))
-        else:
-            view = memoryview(data)  # a bytearray with a view cannot be resized
-            self._owners.append(view)
-            self.stream.append(region_of(view))
+        is_large = len(data) >= _MIN_VIEWED_BYTES
+        self.stream.append(memoryview(data) if is_large else bytes(data))  # a bytearray with a view cannot be resized
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()

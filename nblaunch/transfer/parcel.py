@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import mmap
 import os
 import pickle
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
@@ -27,15 +28,21 @@ from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling, tensors
 from nblaunch.transfer.definitions import LostReferenceError
 from nblaunch.transfer.layout import Layout, Place, StoragePart
-from nblaunch.transfer.outgoing import Outgoing, Strided, region_of
+from nblaunch.transfer.outgoing import Outgoing, Strided
 from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
 from nblaunch.wire.channel import write_blob
 
 _LENGTH = struct.Struct("!Q")
+_MIN_CHECKED_BYTES = 1 << 20
+"""A smaller pickle goes to memory, however short that is."""
 
 
 class Store(Protocol):
     """Puts memory into segments."""
+
+    @property
+    def folder(self) -> Path:
+        """Where to put a file if memory is short."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
         """Put regions, which are in order and do not overlap, into segments.
@@ -51,14 +58,13 @@ class UncachedStore:
 
     Args:
         folder: Where to put a file if memory is short.
-        may_replace: See `nblaunch.machine.segments.write`.
     """
 
-    def __init__(self, folder: Path, may_replace: Callable[[Region], bool] | None = None) -> None:
-        self._folder, self._may_replace = folder, may_replace
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        placed = dict(segments.write(regions, self._folder, self._may_replace))
+        placed = dict(segments.write(regions, self.folder))
         return [placed[region] for region in regions]
 
 
@@ -126,7 +132,7 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     buffers, copies = outgoing.resolve_buffers()
-    regions = [part for part in (*buffers, *outgoing.stream) if isinstance(part, Region)]
+    regions = [part for part in buffers if isinstance(part, Region)]
     whole = segments.merged(regions)
     placed = _placed(whole, outgoing.files.placed(whole), store, copies)
     used = list({id(each.segment): each.segment for each in placed}.values())
@@ -137,12 +143,13 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
             _buffer_place(places[part], made) if isinstance(part, Region) else part
             for part, made in zip(buffers, outgoing.buffers, strict=True)
         ),
-        tuple(places[part][0] if isinstance(part, Region) else len(part) for part in outgoing.stream),
         parts,
         may_salvage,
     )
     head = pickle.dumps(layout, protocol=5)
-    blob = write_blob(_LENGTH.pack(len(head)), head, *(part for part in outgoing.stream if isinstance(part, bytes)))
+    size = sum(map(len, outgoing.stream))
+    folder = segments.find_room(size, store.folder) if size >= _MIN_CHECKED_BYTES else None
+    blob = write_blob(_LENGTH.pack(len(head)), head, *outgoing.stream, folder=folder)
     copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
     return Parcel(blob, used, outgoing, copied)
 
@@ -196,58 +203,54 @@ def unpack(fds: Sequence[int]) -> Any:
         Exception: User code that unpickling runs raised it.
     """
     try:
-        blob = _mapped(fds[0])
-        start = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
-        layout: Layout = pickle.loads(blob[_LENGTH.size : start])
-        last = 1 + len(layout.segments)
-        mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
-
-        def at(place: Place) -> memoryview:
-            found = mapped[place.segment][place.offset : place.offset + place.size]
-            if len(found) < place.size:
-                raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
-            return found
-
-        def stream() -> Iterator[_Part]:
-            end = start
-            for part in layout.stream:
-                if isinstance(part, Place):
-                    yield _Part(at(part), fds[1 + part.segment], part.offset)
-                else:
-                    end += part
-                    yield _Part(blob[end - part : end], -1, 0)
-
-        @functools.cache
-        def storage_at(place: Place) -> Any:
-            return tensors.storage_of_buffer(at(place))
-
-        def received(part: Place | StoragePart | int) -> Any:
-            if isinstance(part, StoragePart):
-                return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
-            if not isinstance(part, Place):
-                return fds[last + part]
-            return at(part).toreadonly() if layout.segments[part.segment] == "read-only" else at(part)
-
-        def load(unpickler: Any) -> Any:
-            for name in layout.parts:
-                try:
-                    unpickler.load()
-                except (LostReferenceError, OSError, MemoryError):
-                    raise  # not for the content of this part
-                except Exception as error:  # noqa: BLE001  # user code
-                    why = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
-                    cause = error.with_traceback(users_part(error.__traceback__) or error.__traceback__)
-                    raise PayloadError(f"`{name}` could not be rebuilt in the rank: {why}") from cause
-            return unpickler.load()
-
-        with contextlib.suppress(*((Exception,) if layout.may_salvage else ())):
-            buffers: Any = map(received, layout.buffers)
-            return load(pickle.Unpickler(_ChainedReader(stream()), buffers=buffers))
-        salvaging = SalvagingUnpickler(_ChainedReader(stream()), map(received, layout.buffers))
-        return Salvaged(load(salvaging), salvaging.failed)
+        with _Stream(fds[0], 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as stream:
+            return _rebuilt(stream, fds)
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
+    start = _LENGTH.size + _LENGTH.unpack(stream.read(_LENGTH.size))[0]
+    layout: Layout = pickle.load(stream)
+    last = 1 + len(layout.segments)
+    mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
+
+    def at(place: Place) -> memoryview:
+        found = mapped[place.segment][place.offset : place.offset + place.size]
+        if len(found) < place.size:
+            raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
+        return found
+
+    @functools.cache
+    def storage_at(place: Place) -> Any:
+        return tensors.storage_of_buffer(at(place))
+
+    def received(part: Place | StoragePart | int) -> Any:
+        if isinstance(part, StoragePart):
+            return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
+        if not isinstance(part, Place):
+            return fds[last + part]
+        return at(part).toreadonly() if layout.segments[part.segment] == "read-only" else at(part)
+
+    def load(unpickler: Any) -> Any:
+        for name in layout.parts:
+            try:
+                unpickler.load()
+            except (LostReferenceError, OSError, MemoryError):
+                raise  # not for the content of this part
+            except Exception as error:  # noqa: BLE001  # user code
+                why = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
+                cause = error.with_traceback(users_part(error.__traceback__) or error.__traceback__)
+                raise PayloadError(f"`{name}` could not be rebuilt in the rank: {why}") from cause
+        return unpickler.load()
+
+    with contextlib.suppress(*((Exception,) if layout.may_salvage else ())):
+        buffers: Any = map(received, layout.buffers)
+        return load(pickle.Unpickler(stream, buffers=buffers))
+    stream.seek(start)
+    salvaging = SalvagingUnpickler(stream, map(received, layout.buffers))
+    return Salvaged(load(salvaging), salvaging.failed)
 
 
 def _mapped(fd: int, access: segments.Access = "private") -> memoryview:
@@ -262,47 +265,12 @@ def _path_of(fd: int) -> str:
         return "a file"
 
 
-class _Part(NamedTuple):
-    """Bytes to read, and where a segment has them."""
-
-    data: memoryview
-    fd: int
-    offset: int
-
-
-class _ChainedReader:
-    """Reads buffers, one after the other, as one file."""
-
-    def __init__(self, parts: Iterator[_Part]) -> None:
-        self._parts = parts
-        self._part = _Part(memoryview(b""), -1, 0)
-
-    def read(self, size: int) -> bytes:
-        data = bytearray(size)
-        del data[self.readinto(memoryview(data)) :]
-        return bytes(data)
+class _Stream(mmap.mmap):
+    """The mapped file of a pickle."""
 
     def readinto(self, into: Any) -> int:
-        room, done = memoryview(into).cast("B"), 0
-        while done < len(room) and self._advance():
-            data, fd, offset = self._part
-            taken = min(len(data), len(room) - done)
-            segments.fill(region_of(room[done : done + taken]), data[:taken], fd, offset)
-            self._part = _Part(data[taken:], fd, offset + taken)
-            done += taken
-        return done
-
-    def readline(self) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\n") and (byte := self.read(1)):
-            line += byte
-        return bytes(line)
-
-    def _advance(self) -> bool:
-        """Go to the next buffer that has bytes left; return False at the end."""
-        while not self._part.data:
-            part = next(self._parts, None)
-            if part is None:
-                return False
-            self._part = part
-        return True
+        room, at = memoryview(into).cast("B"), self.tell()
+        self.seek(min(len(room), len(self) - at), os.SEEK_CUR)
+        with memoryview(self) as own:
+            room[: self.tell() - at] = own[at : self.tell()]
+        return self.tell() - at

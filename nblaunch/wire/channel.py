@@ -16,6 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nblaunch.machine import sealed_files, timeouts
@@ -210,10 +211,15 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 
 
 # ------------------------------------------------------------------ blobs
-def write_blob(*parts: bytes | bytearray | memoryview) -> int:
-    """Return a descriptor of an anonymous, sealed file that holds these bytes."""
+def write_blob(*parts: bytes | bytearray | memoryview, folder: Path | None = None) -> int:
+    """Return a descriptor of an anonymous, sealed file that holds these bytes.
+
+    Args:
+        parts: The bytes.
+        folder: Put the file on disk, in this folder. Default: in memory.
+    """
     views = [memoryview(part).cast("B") for part in parts]
-    draft = sealed_files.create(sum(map(len, views)))
+    draft = sealed_files.create(sum(map(len, views)), folder)
     try:
         for view in views:
             while view:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 import sys
 
@@ -13,8 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import nblaunch
-from nblaunch import notebook_launcher
-from nblaunch.errors import ArgumentError
 from tests.conftest import conformance
 from tests.processes.conftest import Launcher
 
@@ -95,7 +92,9 @@ def test_training_has_few_faults(launch: Launcher) -> None:
     assert max(launch(faults_of_tensors)) < FEW
 
 
-@pytest.mark.parametrize("env", [{"NBLAUNCH_MALLOC": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=str)
+@pytest.mark.parametrize(
+    "env", [{"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=str
+)
 def test_the_users_settings_leave_malloc_as_it_is(launch: Launcher, env: dict[str, str]) -> None:
     assert min(launch(faults_of_steps, num_processes=1, env=env)) > STEPS * PAGES
 
@@ -103,7 +102,7 @@ def test_the_users_settings_leave_malloc_as_it_is(launch: Launcher, env: dict[st
 @conformance("spawn", "fork")
 def test_other_start_methods_read_the_users_settings(launch: Launcher) -> None:
     """Each rank reads them where it sets malloc, however it was started."""
-    assert min(launch(faults_of_steps, num_processes=1, env={"NBLAUNCH_MALLOC": "0"})) > STEPS * PAGES
+    assert min(launch(faults_of_steps, num_processes=1, env={"MALLOC_TRIM_THRESHOLD_": "131072"})) > STEPS * PAGES
 
 
 def test_the_ranks_of_a_session_reuse_memory() -> None:
@@ -120,9 +119,3 @@ def test_results_from_the_heap_arrive_whole(launch: Launcher) -> None:
     for result in launch(kept_results, args=(6,)):
         assert [float(tensor[0]) for tensor in result] == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
         assert all(bool((tensor == tensor[0]).all()) for tensor in result)
-
-
-def test_a_bad_switch_is_an_error_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "NBLAUNCH_MALLOC", "off")
-    with pytest.raises(ArgumentError, match="NBLAUNCH_MALLOC='off': must be 1, or 0"):
-        notebook_launcher(faults_of_steps, num_processes=1, view="none")

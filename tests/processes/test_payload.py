@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import gc
 import os
 import re
@@ -28,8 +27,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.machine import segments, timeouts
-from nblaunch.ranks import worker
-from nblaunch.transfer.parcel import UncachedStore, pack
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.channel import Channel
 from tests.conftest import LONG, conformance, eventually, is_log_lock
@@ -311,47 +308,6 @@ def test_ranks_get_their_data_when_the_system_takes_its_descriptors(
     assert len(refused) == 5
 
 
-def hands_over() -> tuple[bool, bool, bool]:
-    """Whether a result's pages would be handed over: alone, after a progress bar, and while a thread may write."""
-    from tqdm import tqdm
-
-    alone = worker._may_be_replaced() is not None
-    list(tqdm(range(3), mininterval=0.001))
-    after_a_bar = worker._may_be_replaced() is not None
-    end = threading.Event()
-    threading.Thread(target=end.wait).start()
-    beside_a_thread = worker._may_be_replaced() is not None
-    end.set()
-    return alone, after_a_bar, beside_a_thread
-
-
-def _identity(value: Any, found: object) -> Any:
-    return value
-
-
-def given_up(folder: Path) -> list[int]:
-    """Bytes of its own that a rank no longer has after it has packed 64 MB: of a tensor, and of an array."""
-
-    def own() -> int:
-        return next(
-            int(line.split()[1]) << 10
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("RssAnon:")
-        )
-
-    found = []
-    for value in (torch.ones(16 * MB), np.ones(16 * MB, np.float32)):
-        before = own()
-        pack(functools.partial(_identity, value), UncachedStore(folder, worker._may_be_replaced())).close()
-        found.append(before - own())
-    return found
-
-
-def test_a_results_pages_are_not_there_twice(launch: Launcher, tmp_path: Path) -> None:
-    for found in launch(given_up, (tmp_path,)):
-        assert all(size > 48 * MB for size in found), found
-
-
 def loaders_batches(batches: list[torch.Tensor]) -> list[torch.Tensor]:
     """Writes to the notebook's, and returns a rank's own."""
     for batch in batches:
@@ -367,10 +323,6 @@ def test_batches_of_a_loader_with_workers_are_copied(launch: Launcher) -> None:
     assert torch.cat(found).tolist() == list(range(40))
     assert not any(batch.is_shared() for batch in found)
     assert torch.cat(batches).tolist() == list(range(40))
-
-
-def test_pages_are_handed_over_unless_a_thread_may_write_to_them(launch: Launcher) -> None:
-    assert list(launch(hands_over)) == [(True, True, False)] * 2
 
 
 def test_an_ordinary_user_sends_many_descriptors_to_many_ranks() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copyreg
-import errno
 import fcntl
 import gc
-import mmap
 import os
 import socket
 import subprocess
@@ -15,7 +13,6 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -266,30 +263,6 @@ def test_small_neighbours_are_sent_as_one_region_and_others_alone() -> None:
     assert segments.bridged([*near, far, copy, large], {copy}) == [near, [far], [copy], [large]]
     many = [Region(1024 * i, 1024) for i in range(1000)]
     assert max(group[-1].end - group[0].address for group in segments.bridged(many, ())) == segments._BLOCK_BYTES
-
-
-def own_memory() -> int:
-    """Bytes of this process's memory that no file holds."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_large_bytes_share_the_pages_of_their_segment(kind: type) -> None:
-    data = kind(bytes(range(256)) * (40 << 12) + b"end")
-    outgoing = packed(data)
-    before = own_memory()
-    arrived = [unpack([os.dup(fd) for fd in outgoing.fds]) for _ in range(3)]
-    assert own_memory() - before < 8 << 20
-    assert arrived == [data] * 3
-    if kind is bytearray:
-        arrived[0][5_000_000] = 77
-        arrived[0] += bytes(50 << 20)  # moves
-        assert arrived[1] == data
-        assert arrived[0][5_000_000] == 77
-    outgoing.close()
-    arrived.clear()
-    assert "memfd:nblaunch" not in Path("/proc/self/maps").read_text()
 
 
 def mapped_views(array: Any) -> list[Any]:
@@ -949,19 +922,6 @@ def test_a_file_holds_the_data_if_memory_is_short(tmp_path: Path, monkeypatch: p
     assert arrived[1] == 1
 
 
-def test_pages_that_cannot_be_handed_over_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
-    monkeypatch.setattr(segments, "free_memory", lambda: segments._RESERVE_BYTES)
-    monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
-    own = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the heap's pages would stay replaced
-    memory = np.frombuffer(own, dtype=np.uint8)
-    small = [Region(memory.ctypes.data + at, 100_000) for at in range(0, memory.size - 100_000, 200_000)]
-    placed = dict(segments.write(small, tmp_path, lambda region: True))
-    assert not any(each.segment.in_memory for each in placed.values())
-    placed = dict(segments.write([Region(memory.ctypes.data, memory.size)], tmp_path, lambda region: True))
-    assert all(each.segment.in_memory for each in placed.values())
-
-
 def test_no_room_at_all_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
@@ -1003,45 +963,6 @@ def test_sizes_are_formatted_for_people() -> None:
     assert words == ["0 bytes", "999 bytes", "1 KB", "2 MB", "2.3 GB", "5000.0 GB"]
 
 
-def test_pages_that_are_handed_over_hold_the_same_and_stay_writable() -> None:
-    code = """
-import ctypes, mmap, os, sys
-from pathlib import Path
-from nblaunch.machine import segments
-from nblaunch.machine.segments import Region
-size = 130 << 20
-memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-memory[:] = os.urandom(1 << 20) * 130
-address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-def resident():
-    return sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Private_Dirty"))
-before, first = resident(), bytes(memory[:1000])
-region = Region(address + 100, size - 200)
-(_, (segment, offset, _)), = segments.write([region], Path("/nowhere"), lambda region: True)
-print(before - resident() > (120 << 10), segment.equals(offset, region), bytes(memory[:1000]) == first)
-memory[500:503] = b"new"
-print(memory[500:503] == b"new", segment.equals(offset, region))
-"""
-    assert printed(code) == ["True", "True", "True", "True", "False"]
-
-
-def test_pages_that_the_system_will_not_replace_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a process has all the mappings that it may have."""
-    asked: list[int] = []
-
-    def refuse(address: int, size: int, flags: int, fd: int, offset: int) -> None:
-        asked.append(size)
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    value = torch.ones(MB)
-    with monkeypatch.context() as patched:
-        patched.setattr(segments, "_map", refuse)
-        outgoing = pack(lambda found: value, UncachedStore(Path("/nowhere"), lambda region: True))
-    assert asked
-    assert torch.equal(unpack([os.dup(fd) for fd in outgoing.fds]), value)
-    outgoing.close()
-
-
 @pytest.mark.parametrize("size", [9, LARGE])
 @pytest.mark.parametrize("dtype", [">i4", "<f8", "M8[s]", "m8[D]", [("at", "M8[s]"), ("what", "i4")]], ids=str)
 @pytest.mark.parametrize("view", [lambda array: array, lambda array: array[::3], lambda array: array[::-1].T])
@@ -1062,33 +983,6 @@ def test_many_dates_are_in_memory_once(dtype: Any) -> None:
     outgoing = packed(np.ones(LARGE, dtype))
     assert os.fstat(outgoing.fds[0]).st_size < 2000
     outgoing.close()
-
-
-@pytest.mark.parametrize("preloaded", ["malloc", "free"])
-def test_pages_of_another_malloc_are_not_replaced(preloaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """jemalloc takes pages that it has kept for zeroed: `numpy.zeros` would return a segment's bytes."""
-    replaced: list[int] = []
-
-    def note(start: int, *rest: int) -> Region:
-        replaced.append(start)
-        return Region(start, 0)
-
-    libc = segments._libc
-    monkeypatch.setattr(segments, "_replace_pages", note)
-    with monkeypatch.context() as patched:
-        patched.setattr(segments, "_libc", SimpleNamespace(malloc=getattr(libc, preloaded)))
-        segments.pages_are_replaceable.cache_clear()
-        is_glibcs = segments.pages_are_replaceable()
-    try:
-        value, data = torch.ones(MB), bytes(segments._OWN_ALLOCATION_BYTES)
-        outgoing = pack(lambda found: (value, data), UncachedStore(Path("/nowhere"), lambda region: True))
-        assert len(replaced) == 2 * is_glibcs
-        assert unpack([os.dup(fd) for fd in outgoing.fds])[1] == data
-        outgoing.close()
-        assert len(replaced) == 3 * is_glibcs
-        assert is_glibcs is (preloaded == "malloc")
-    finally:
-        segments.pages_are_replaceable.cache_clear()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -207,7 +207,7 @@ def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyP
 
 
 def test_files_are_not_kept(kept: SentDataCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.machine.segments._find_room", lambda more, size, folder: folder)
+    monkeypatch.setattr("nblaunch.machine.segments.find_room", lambda size, folder: folder)
     data = Data(ALONE, 1)
     assert data.is_in(kept.place([data.region], tmp_path)[0])
     assert kept.size == 0

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from nblaunch.machine import timeouts
 from nblaunch.ranks import worker
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.wire.channel import Channel, channel_pair
@@ -35,27 +34,11 @@ def sent_to(kernel: Channel) -> list[object]:
     return [message for message, _ in kernel.drain()]
 
 
-def test_a_rank_that_waits_long_trims_its_heap_once(
-    kernel: tuple[Channel, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel, link = kernel
-    task = Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1))
-    calls: list[int] = []
-    monkeypatch.setattr(timeouts, "HEAP_TRIM_IDLE_S", 0.01)
-
-    def note_and_send() -> None:
-        calls.append(1)
-        channel.send(task)
-
-    assert link.next_task(note_and_send) == (task, [])
-    assert calls == [1]
-
-
 def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple[Channel, Any]) -> None:
     channel, link = kernel
     task = Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1))
     channel.send(task)
-    link.next_task(list)
+    link.next_task()
     os.kill(os.getpid(), signal.SIGINT)
     assert sent_to(channel) == [Interrupted(0, 1)]
     nothing: Any = None
@@ -83,7 +66,7 @@ def deferring(channel: Channel, link: Any) -> Patience:
     """Begin a task whose interrupt may wait."""
     patience = Patience()
     channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
-    link.next_task(list)
+    link.next_task()
     link.armed = True
     link.defer(patience)
     return patience
@@ -134,7 +117,7 @@ def test_the_next_task_does_not_defer_its_interrupt(kernel: tuple[Channel, Any])
     channel, link = kernel
     link.defer(Patience())
     channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
-    link.next_task(list)
+    link.next_task()
     link.armed = True
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
