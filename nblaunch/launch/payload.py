@@ -11,20 +11,18 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
-from nblaunch.machine.segments import NoRoomError, Placed, Region
+from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, notebook_shell, parameters, pickling, reducers, text_names
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
-from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, RootLogger, Settings, Source, WarningFilter
 from nblaunch.wire.session_messages import Question
 
@@ -111,7 +109,7 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
         )
 
     try:
-        parcel = pack(build, Reusing(), parts_of(payload), is_here=is_here)
+        parcel = pack(build, state_root(), parts_of(payload), is_cached=True, is_here=is_here)
     except ArgumentError:
         raise
     except NoRoomError as error:
@@ -125,17 +123,6 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
             _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {reason}"
         ) from error
     return Shipment(parcel, sources, Sent.of(parcel))
-
-
-class Reusing:
-    """Places data for the ranks. Data that an earlier launch sent is not copied again."""
-
-    @property
-    def folder(self) -> Path:
-        return state_root()
-
-    def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        return sent_data_cache.place(regions, self.folder, passing) if regions else []
 
 
 def share(payload: Payload) -> Shipment:

@@ -22,7 +22,7 @@ from nblaunch.launch.turn_queue import BusyError, Ticket
 from nblaunch.launch.views.base import ShieldedView
 from nblaunch.launch.views.events import Note
 from nblaunch.machine import timeouts
-from nblaunch.transfer.parcel import UncachedStore, pack, unpack
+from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.transfer.pickling import Home
 from nblaunch.wire.messages import Failed, Payload, Settings
 from nblaunch.wire.session_messages import Question, SentName
@@ -132,7 +132,7 @@ class Questions:
         """
         parcel = pack(
             lambda found: Payload(question, (), {}, None, Settings(), {}, names=names or {}),
-            UncachedStore(self._ranks.log_dir),
+            self._ranks.log_dir,
             {name: sent.value for name, sent in (names or {}).items()},
             home,
             is_here=self._ranks.sent.is_here,

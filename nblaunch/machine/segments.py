@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -21,22 +21,12 @@ from typing import Literal, NamedTuple
 from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
 
-ALIGNMENT = 64
+_ALIGNMENT = 64
 """Bytes. A region's address in a segment and its address in memory are equal modulo this."""
-_ALONE_BYTES = 16 << 20
-"""A region of this size or more gets a segment of its own."""
-_PACKED_BYTES = 64 << 20
-"""Maximum size of a segment that smaller regions share."""
-_SMALL_BYTES = 1 << 20
-"""Regions below this size are packed apart from larger ones: a receiver that keeps one keeps its whole segment."""
-_SMALL_PACKED_BYTES = 4 << 20
-"""Maximum size of a segment that small regions share."""
-_MAX_PACKED_SHARE = 24
-"""A shared segment may always hold 1/24 of what is sent: descriptors are scarce. If 1 GB of small tensors is sent, a
-receiver that keeps one of them keeps 42 MB. Segments of 4 MiB would need 250 descriptors."""
-_BLOCK_BYTES = 128 << 10
-"""Maximum size of a block of small regions. Less than `_PAGED_BYTES`: others may write to the bytes between them."""
-_MAX_GAP_BYTES = 512
+_SEGMENT_BYTES = 4 << 20
+"""Regions share segments of up to this size: a receiver that keeps one region keeps its whole segment."""
+_SEGMENT_SHARE = 16
+"""A segment may always have 1/16 of what is sent: descriptors are scarce."""
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
@@ -138,57 +128,24 @@ def merged(regions: Iterable[Region]) -> list[Region]:
     return whole
 
 
-def bridged(regions: Iterable[Region], apart: Collection[Region]) -> list[list[Region]]:
-    """Group small regions that are almost adjacent, as arrays of one list are: each group is sent as one region.
-
-    The bytes between two regions are in pages that also have some of theirs.
-
-    Args:
-        regions: In order; they do not overlap.
-        apart: Regions to group with each other only.
-    """
+def grouped(regions: Sequence[Region]) -> list[list[Region]]:
+    """Group regions by the segment that they will share; one that is larger than a segment has its own."""
+    most = max(_SEGMENT_BYTES, sum(region.size for region in regions) // _SEGMENT_SHARE)
     groups: list[list[Region]] = []
+    room = -1
     for region in regions:
-        last = groups[-1] if groups else [region]
-        gap = min(_MAX_GAP_BYTES, max(ALIGNMENT, region.size // 8))
-        is_near = region.address - last[-1].end <= gap and region.end - last[0].address <= _BLOCK_BYTES
-        if groups and is_near and (region in apart) == (last[0] in apart):
-            last.append(region)
-        else:
-            groups.append([region])
+        if region.size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(region)
+        room -= region.size
     return groups
 
 
-def grouped(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """Group regions by the segment that they will share."""
-    share = sum(region.size for region in regions) // _MAX_PACKED_SHARE
-    small = [region for region in regions if region.size < _SMALL_BYTES]
-    yield from _packed(small, _SMALL_BYTES, max(_SMALL_PACKED_BYTES, share))
-    rest = [region for region in regions if region.size >= _SMALL_BYTES]
-    yield from _packed(rest, max(_ALONE_BYTES, share), max(_PACKED_BYTES, share))
-
-
-def _packed(regions: Iterable[Region], alone: int, most: int) -> Iterator[list[Region]]:
-    """Yield groups of at most `most` bytes; a region of `alone` bytes or more is a group of its own."""
-    group: list[Region] = []
-    size = 0
-    for region in regions:
-        if region.size >= alone:
-            yield [region]
-            continue
-        if group and size + region.size > most:
-            yield group
-            group, size = [], 0
-        group.append(region)
-        size += region.size
-    if group:
-        yield group
-
-
 # ------------------------------------------------------------------ room
-def fits(regions: Sequence[Region]) -> bool:
-    """Return True if memory has room for copies of these regions."""
-    return _memory_short_of(sum(region.size for region in regions)) is None
+def fits(size: int) -> bool:
+    """Return True if memory has room for `size` bytes."""
+    return _memory_short_of(size) is None
 
 
 def check_memory(size: int) -> None:
@@ -253,30 +210,24 @@ def in_words(size: float) -> str:
 
 
 # ------------------------------------------------------------------ writing
-def write(regions: Sequence[Region], folder: Path) -> Iterator[tuple[Region, Placed]]:
-    """Copy regions that do not overlap into new segments.
+def write(regions: Sequence[Region], folder: Path) -> list[Placed]:
+    """Copy regions that do not overlap into new segments; return where each is.
 
     Args:
         regions: What to copy.
         folder: Where to put a file if memory is short.
 
-    Returns:
-        Each region, and where it was put.
-
     Raises:
         NoRoomError: There is no room.
     """
     where = find_room(sum(region.size for region in regions), folder)
-    for group in grouped(regions):
-        segment, offsets = _write_segment(group, where)
-        for region, offset in zip(group, offsets, strict=True):
-            yield region, Placed(segment, offset, True)
+    return [placed for group in grouped(regions) for placed in _write_segment(group, where)]
 
 
-def _write_segment(regions: Sequence[Region], folder: Path | None) -> tuple[Segment, list[int]]:
+def _write_segment(regions: Sequence[Region], folder: Path | None) -> list[Placed]:
     offsets, size = [], 0
     for region in regions:
-        offsets.append(size + (region.address - size) % ALIGNMENT)
+        offsets.append(size + (region.address - size) % _ALIGNMENT)
         size = offsets[-1] + region.size
     draft = sealed_files.create(size, folder)
     try:
@@ -289,7 +240,8 @@ def _write_segment(regions: Sequence[Region], folder: Path | None) -> tuple[Segm
     except BaseException:
         draft.close()
         raise
-    return Segment(fd, size, draft.in_memory), offsets
+    segment = Segment(fd, size, draft.in_memory)
+    return [Placed(segment, offset, True) for offset in offsets]
 
 
 # ------------------------------------------------------------------ mapping

@@ -44,7 +44,7 @@ from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.namespace import Namespace, without_unbuilt
 from nblaunch.ranks.report import Context, Interrupted, enter
 from nblaunch.transfer import cell_effects, definitions
-from nblaunch.transfer.parcel import UncachedStore, pack, unpack
+from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
@@ -292,9 +292,9 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
     ended = time.monotonic_ns()
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
-        store = UncachedStore(Path(spec.log_dir))
         is_here = rank_variables.BELOW_AGENT not in os.environ
-        parcel = pack(lambda found: result, store, home=at_home, is_here=is_here, may_salvage=at_home is not None)
+        may_salvage = at_home is not None
+        parcel = pack(lambda found: result, Path(spec.log_dir), home=at_home, is_here=is_here, may_salvage=may_salvage)
     except BaseException as error:
         if not isinstance(error, Exception):
             raise

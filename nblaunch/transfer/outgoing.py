@@ -1,70 +1,44 @@
-"""What a pickler produces on its way into a parcel: the stream in parts, and the memory and descriptors beside it."""
+"""What a pickler produces on its way into a parcel: the stream, and the memory and descriptors beside it."""
 
 from __future__ import annotations
 
 import bisect
 import ctypes
-import itertools
-import mmap
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nblaunch.machine import segments
 from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region
-from nblaunch.transfer import tensors
-from nblaunch.transfer.tensors import MIN_BUFFER_BYTES
+from nblaunch.transfer.tensors import MIN_BUFFER_BYTES, is_sparse
 from nblaunch.wire import rank_variables
 
 _MIN_VIEWED_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more is not copied on its way into the blob."""
-_MAX_SPREAD = 2
-"""A strided array is sent as its span if that is at most this many times the size of its elements."""
 _MAX_SMALL_BYTES = 1 << 20
 """Once a pickle holds as much in buffers below `MIN_BUFFER_BYTES`, further ones leave it: of a list of many, each
 receiver would have its own copy."""
 _MIN_OF_MANY_BYTES = 512
 """The smallest of those; what a receiver needs to find one takes 200 bytes."""
-_MAX_COMPARED = 10_000
-"""Pairs of views that are compared for shared elements; with more pairs, every view is sent as its span."""
 
 
-class Strided(NamedTuple):
-    """An array or tensor, and the memory that it spans."""
+class View(NamedTuple):
+    """Memory of an array, a tensor or another object."""
 
-    array: Any
-    """Its elements, as NumPy accepts them."""
     span: Region
-    unit: int
-    """Bytes of an element, for a tensor, which is received with a storage; 0 for an array."""
-
-    is_of_file: bool = False
-    """Receivers map the span from the user's file, so it is never copied."""
-
-    @property
-    def is_dense(self) -> bool:
-        return self.is_of_file or self.span.size <= _MAX_SPREAD * int(self.array.nbytes)
-
-    @property
-    def size(self) -> int:
-        """Bytes to send if it is sent alone."""
-        return self.span.size if self.is_dense else int(self.array.nbytes)
-
-    def copy_to(self, place: Region) -> None:
-        """Copy the span, or the elements alone."""
-        if self.is_dense:
-            place.view()[:] = self.span.view()
-        else:
-            tensors.copy_elements(self.array, place.view())
+    unit: int = 0
+    """Bytes of an element, for a tensor, which is received with a storage; else 0."""
+    sparse: Any = None
+    """An array with few elements in its span: if nothing else is sent of the span, a copy of them alone is sent."""
 
 
 class _StandIn(bytearray):
-    """A buffer that stands for a descriptor or a strided array."""
+    """A buffer that stands for a descriptor or a view."""
 
-    meant: int | Strided = -1
+    meant: int | View = -1
 
 
 @dataclass(slots=True)
@@ -73,8 +47,8 @@ class Outgoing:
 
     files: FileMaps
     stream: list[bytes | memoryview] = field(default_factory=list)
-    buffers: list[Region | int | Strided] = field(default_factory=list)
-    """Memory, the index of a descriptor, or an array that is sent as its span or as its elements."""
+    buffers: list[View | int] = field(default_factory=list)
+    """Memory, or the index of a descriptor."""
     descriptors: list[int] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes by the name of a part."""
@@ -82,7 +56,7 @@ class Outgoing:
     lent: list[object] = field(default_factory=list)
     """Owners of shared memory and descriptors, to be kept alive until the receiver has them."""
     _owners: list[object] = field(default_factory=list)
-    """Keep the regions alive."""
+    """Keep the views alive."""
     _storages: list[tuple[Any, Region]] = field(default_factory=list)
     """torch storages, which may lose their memory while they are alive."""
     _counted: list[Region] = field(default_factory=list)
@@ -113,10 +87,9 @@ class Outgoing:
         elif self.is_small(raw.nbytes):
             return True
         else:
-            region = region_of(raw)
             self._owners.append(buffer)
-            self.buffers.append(region)
-            self._uncounted.append(region)
+            self.buffers.append(View(region_of(raw)))
+            self._uncounted.append(region_of(raw))
         return False
 
     def is_small(self, size: int) -> bool:
@@ -138,12 +111,11 @@ class Outgoing:
 
     def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
         self._owners.append(array)
-        strided = Strided(array, span, unit, bool(self.files.identity_of(span, is_mapped)))
-        if strided.is_dense:
-            self._uncounted.append(strided.span)
-        else:
-            self._uncounted_bytes += strided.size
-        return _stand_in(strided)
+        if not self.files.identity_of(span, is_mapped) and is_sparse(array, span):
+            self._uncounted_bytes += int(array.nbytes)
+            return _stand_in(View(span, unit, array))
+        self._uncounted.append(span)
+        return _stand_in(View(span, unit))
 
     def count_from_gpu(self, size: int) -> None:
         self.from_gpu += size
@@ -171,43 +143,36 @@ class Outgoing:
                     "by another object's __reduce__ or __getstate__ or by another thread"
                 )
 
-    def resolve_buffers(self) -> tuple[list[Region | int], set[Region]]:
-        """Decide which strided arrays are sent as their elements, and copy those.
+    def resolve(self) -> tuple[list[Region], list[tuple[int, View] | int]]:
+        """Merge views that overlap, as they must overlap in the receiver too, and copy the sparse ones among the rest.
 
         Returns:
-            Each buffer's memory or descriptor index, and the copies among them.
+            The memory to send, and for each buffer the number of its region and the view, or its descriptor's index.
         """
-        strided = {number: part for number, part in enumerate(self.buffers) if isinstance(part, Strided)}
-        large = [
-            part.span
-            for part in strided.values()
-            if part.is_of_file or (part.is_dense and part.span.size >= _MIN_OF_MANY_BYTES)
+        whole = segments.merged([each.span for each in self.buffers if isinstance(each, View)])
+        starts = [region.address for region in whole]
+        found = [
+            each if isinstance(each, int) else (bisect.bisect_right(starts, each.span.address) - 1, each)
+            for each in self.buffers
         ]
-        sent = segments.merged([*large, *(part for part in self.buffers if isinstance(part, Region))])
-        apart = {number: part for number, part in strided.items() if not _is_within(part.span, sent)}
-        tied = _tied(apart, sent)
-        alone = {number: part for number, part in apart.items() if number not in tied}
-        copies = self._allocate([part.size for part in alone.values()])
-        resolved: list[Region | int] = [part.span if isinstance(part, Strided) else part for part in self.buffers]
-        for (number, part), copy in zip(alone.items(), copies, strict=True):
-            part.copy_to(copy)
-            resolved[number] = copy
-        return resolved, set(copies)
+        users = Counter(each[0] for each in found if isinstance(each, tuple))
+        for at, each in enumerate(found):
+            if isinstance(each, tuple) and each[1].sparse is not None and users[each[0]] == 1:
+                number, view = each
+                whole[number] = self._copied(view.sparse)
+                found[at] = number, View(whole[number], view.unit)
+        return whole, found
 
-    def _allocate(self, sizes: Sequence[int]) -> list[Region]:
-        """Allocate regions in one mapping, whose pages exist only once they are written to."""
-        aligned = (-(-size // segments.ALIGNMENT) * segments.ALIGNMENT for size in sizes)
-        *starts, end = itertools.accumulate(aligned, initial=0)
-        if not end:
-            return []
-        segments.check_memory(end)
-        mapping = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._owners.append(mapping)
-        address = region_of(mapping).address
-        return [Region(address + start, size) for start, size in zip(starts, sizes, strict=True)]
+    def _copied(self, array: Any) -> Region:
+        import numpy
+
+        segments.check_memory(int(array.nbytes))
+        copy = numpy.ascontiguousarray(array)
+        self._owners.append(copy)
+        return Region(copy.ctypes.data, copy.nbytes)
 
 
-def _stand_in(meant: int | Strided) -> pickle.PickleBuffer:
+def _stand_in(meant: int | View) -> pickle.PickleBuffer:
     stand_in = _StandIn(1)
     stand_in.meant = meant
     return pickle.PickleBuffer(stand_in)
@@ -215,31 +180,6 @@ def _stand_in(meant: int | Strided) -> pickle.PickleBuffer:
 
 def _memory_of(storage: Any) -> Region:
     return Region(storage.data_ptr(), storage.nbytes())
-
-
-def _is_within(span: Region, sent: Sequence[Region]) -> bool:
-    at = bisect.bisect_right(sent, span.address, key=lambda region: region.address) - 1
-    return at >= 0 and span.end <= sent[at].end
-
-
-def _tied(apart: Mapping[int, Strided], sent: Sequence[Region]) -> set[int]:
-    """Return the numbers of the arrays that share an element with another array, or with memory that is sent anyway."""
-    whole: list[tuple[Region, Any, int]] = [(region, region.view(), -1) for region in sent]
-    whole += ((part.span, part.array, number) for number, part in apart.items())
-    whole.sort(key=lambda each: each[0])
-    found = {-1}
-    compared = 0
-    for at, (span, array, number) in enumerate(whole):
-        for following in range(at + 1, len(whole)):
-            other_span, other, other_number = whole[following]
-            if other_span.address >= span.end:
-                break
-            compared += 1
-            if compared > _MAX_COMPARED:
-                return set(apart)
-            if (number not in found or other_number not in found) and tensors.may_share(array, other):
-                found |= {number, other_number}
-    return found
 
 
 class _BufferInfo(ctypes.Structure):

@@ -8,7 +8,6 @@ user has mapped is a segment too: what the sender could write to it, receivers c
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import mmap
@@ -16,20 +15,21 @@ import os
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
 from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.own_code import users_part
-from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
+from nblaunch.machine.segments import NoRoomError, Segment
 from nblaunch.transfer import pickling, tensors
 from nblaunch.transfer.definitions import LostReferenceError
-from nblaunch.transfer.layout import Layout, Place, StoragePart
-from nblaunch.transfer.outgoing import Outgoing, Strided
+from nblaunch.transfer.outgoing import Outgoing, View
 from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
+from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.channel import write_blob
 
 _LENGTH = struct.Struct("!Q")
@@ -37,35 +37,34 @@ _MIN_CHECKED_BYTES = 1 << 20
 """A smaller pickle goes to memory, however short that is."""
 
 
-class Store(Protocol):
-    """Puts memory into segments."""
+class _Place(NamedTuple):
+    """A range of bytes in one of a parcel's segments."""
 
-    @property
-    def folder(self) -> Path:
-        """Where to put a file if memory is short."""
-
-    def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        """Put regions, which are in order and do not overlap, into segments.
-
-        Args:
-            regions: The regions.
-            passing: Those that exist only for this parcel, and are freed after it.
-        """
+    segment: int
+    offset: int
+    size: int
 
 
-class UncachedStore:
-    """A store that writes new segments and keeps none.
+class _StoragePart(NamedTuple):
+    """The part of a storage that a tensor refers to; offset and size in bytes."""
 
-    Args:
-        folder: Where to put a file if memory is short.
-    """
+    storage: _Place
+    offset: int
+    size: int
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        placed = dict(segments.write(regions, self.folder))
-        return [placed[region] for region in regions]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the receiver of a parcel must know before it reads the pickle."""
+
+    segments: tuple[segments.Access, ...]
+    """How the receiver maps each."""
+    buffers: tuple[_Place | _StoragePart | int, ...]
+    """For each buffer its place, or the index of a shared descriptor."""
+    parts: tuple[str, ...]
+    """The names of the objects that the pickle holds before the last, one after the other."""
+    may_salvage: bool = False
+    """Whether to rebuild what can be rebuilt, if some of it cannot."""
 
 
 class Parcel:
@@ -85,17 +84,18 @@ class Parcel:
 
 
 def _close(blob: int, held: list[object]) -> None:
-    held.clear()  # a segment closes its descriptor unless a store holds it too
+    held.clear()  # a segment closes its descriptor unless the cache holds it too
     os.close(blob)
 
 
 # ------------------------------------------------------------------ packing
 def pack(
     build: Callable[[pickling.Found], Any],
-    store: Store,
+    folder: Path,
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
     *,
+    is_cached: bool = False,
     is_here: bool = True,
     may_salvage: bool = False,
 ) -> Parcel:
@@ -103,10 +103,11 @@ def pack(
 
     Args:
         build: Called with the definitions that the pickler finds in `parts`; see `nblaunch.transfer.pickling.dump`.
-        store: Puts large buffers into segments.
+        folder: Where to put files if memory is short.
         parts: Parts of the object, by name: their sizes are measured, and the receiver's errors name them. Default:
             none.
         home: See `nblaunch.transfer.pickling.Pickler`.
+        is_cached: Whether to send again what the cache of sent data holds, and keep what is new. Default: False.
         is_here: Whether all receivers are on this machine; see `nblaunch.machine.memory_maps.FileMaps`. Default: True.
         may_salvage: `unpack` returns a `Salvaged` instead of raising. Default: False.
 
@@ -122,73 +123,42 @@ def pack(
             outgoing.count(name)
         pickler.dump(build(pickler.found))
         outgoing.count("")
-        return _assemble(outgoing, store, parts=tuple(parts or ()), may_salvage=may_salvage)
+        return _assemble(outgoing, folder, tuple(parts or ()), is_cached, may_salvage)
     except NoRoomError as error:
         error.sizes = outgoing.sizes
         raise
 
 
-def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salvage: bool) -> Parcel:
+def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cached: bool, may_salvage: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
-    buffers, copies = outgoing.resolve_buffers()
-    regions = [part for part in buffers if isinstance(part, Region)]
-    whole = segments.merged(regions)
-    placed = _placed(whole, outgoing.files.placed(whole), store, copies)
-    used = list({id(each.segment): each.segment for each in placed}.values())
-    places = dict(_places(regions, whole, placed, used))
-    layout = Layout(
+    whole, views = outgoing.resolve()
+    placed = outgoing.files.placed(whole)
+    new = [region for region in whole if region not in placed]
+    place = sent_data_cache.place if is_cached else segments.write
+    placed |= zip(new, place(new, folder) if new else (), strict=True)
+    used = list({id(each.segment): each.segment for each in placed.values()}.values())
+    numbers = {id(segment): number for number, segment in enumerate(used)}
+
+    def place_of(region: int, view: View) -> _Place | _StoragePart:
+        at = placed[whole[region]]
+        number, offset = numbers[id(at.segment)], view.span.address - whole[region].address
+        if not view.unit:
+            return _Place(number, at.offset + offset, view.span.size)
+        askew = offset % view.unit  # torch counts offsets in elements
+        storage = _Place(number, at.offset + askew, whole[region].size - askew)
+        return _StoragePart(storage, offset - askew, view.span.size)
+
+    layout = _Layout(
         tuple(segment.access for segment in used),
-        tuple(
-            _buffer_place(places[part], made) if isinstance(part, Region) else part
-            for part, made in zip(buffers, outgoing.buffers, strict=True)
-        ),
+        tuple(each if isinstance(each, int) else place_of(*each) for each in views),
         parts,
         may_salvage,
     )
-    head = pickle.dumps(layout, protocol=5)
-    size = sum(map(len, outgoing.stream))
-    folder = segments.find_room(size, store.folder) if size >= _MIN_CHECKED_BYTES else None
-    blob = write_blob(_LENGTH.pack(len(head)), head, *outgoing.stream, folder=folder)
-    copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
-    return Parcel(blob, used, outgoing, copied)
-
-
-def _placed(
-    whole: Sequence[Region], in_files: dict[Region, Placed], store: Store, copies: Collection[Region]
-) -> list[Placed]:
-    """Put the regions that are in no file into segments; return where each is."""
-    blocks = segments.bridged([region for region in whole if region not in in_files], copies)
-    spans = [Region(block[0].address, block[-1].end - block[0].address) for block in blocks]
-    passing = {span for span, block in zip(spans, blocks, strict=True) if block[0] in copies}
-    found = dict(in_files)
-    for block, at in zip(blocks, store.place(spans, passing), strict=True):
-        for region in block:
-            found[region] = at._replace(offset=at.offset + region.address - block[0].address)
-    return [found[region] for region in whole]
-
-
-def _places(
-    regions: Iterable[Region], whole: Sequence[Region], placed: Sequence[Placed], used: Sequence[Segment]
-) -> Iterator[tuple[Region, tuple[Place, Place]]]:
-    """Yield each region with its place, and the place of the merged region that it is part of."""
-    numbers = {id(segment): number for number, segment in enumerate(used)}
-    starts = [region.address for region in whole]
-    for region in regions:
-        at = bisect.bisect_right(starts, region.address) - 1
-        number, offset = numbers[id(placed[at].segment)], placed[at].offset
-        place = Place(number, offset + region.address - starts[at], region.size)
-        yield region, (place, Place(number, offset, whole[at].size))
-
-
-def _buffer_place(places: tuple[Place, Place], made: object) -> Place | StoragePart:
-    """Return a buffer's place; for a tensor as part of a storage, as tensors that share memory share the storage."""
-    place, whole = places
-    if not isinstance(made, Strided) or not made.unit:
-        return place
-    offset = place.offset - whole.offset
-    askew = offset % made.unit  # torch counts offsets in elements
-    return StoragePart(Place(whole.segment, whole.offset + askew, whole.size - askew), offset - askew, place.size)
+    head, size = pickle.dumps(layout, protocol=5), sum(map(len, outgoing.stream))
+    in_folder = segments.find_room(size, folder) if size >= _MIN_CHECKED_BYTES else None
+    blob = write_blob(_LENGTH.pack(len(head)), head, *outgoing.stream, folder=in_folder)
+    return Parcel(blob, used, outgoing, sum(region.size for region in new if placed[region].is_new))
 
 
 # ------------------------------------------------------------------ unpacking
@@ -212,24 +182,24 @@ def unpack(fds: Sequence[int]) -> Any:
 
 def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
     start = _LENGTH.size + _LENGTH.unpack(stream.read(_LENGTH.size))[0]
-    layout: Layout = pickle.load(stream)
+    layout: _Layout = pickle.load(stream)
     last = 1 + len(layout.segments)
     mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
 
-    def at(place: Place) -> memoryview:
+    def at(place: _Place) -> memoryview:
         found = mapped[place.segment][place.offset : place.offset + place.size]
         if len(found) < place.size:
             raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
         return found
 
     @functools.cache
-    def storage_at(place: Place) -> Any:
+    def storage_at(place: _Place) -> Any:
         return tensors.storage_of_buffer(at(place))
 
-    def received(part: Place | StoragePart | int) -> Any:
-        if isinstance(part, StoragePart):
+    def received(part: _Place | _StoragePart | int) -> Any:
+        if isinstance(part, _StoragePart):
             return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
-        if not isinstance(part, Place):
+        if not isinstance(part, _Place):
             return fds[last + part]
         return at(part).toreadonly() if layout.segments[part.segment] == "read-only" else at(part)
 

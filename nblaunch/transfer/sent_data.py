@@ -7,10 +7,11 @@ shrinks when memory gets short. Launches that wait or run share a segment, whate
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nblaunch.errors import ArgumentError
@@ -31,43 +32,40 @@ class SentDataCache:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._kept: dict[Region, Placed] = {}
-        """Least recently used first."""
-        self._lent: dict[Region, tuple[weakref.ref[Segment], int]] = {}
-        """Segments that a launch may still hold, with the offset of the region; also those that were evicted."""
+        self._known: dict[Region, tuple[weakref.ref[Segment], int]] = {}
+        """Where each region was put last: the segment, which perhaps only launches still hold, and the offset."""
+        self._kept: list[Segment] = []
+        """Most recently used first."""
         self._watch: threading.Thread | None = None
         self._wake = threading.Event()
 
-    def place(self, regions: Sequence[Region], folder: Path, passing: Collection[Region] = ()) -> list[Placed]:
+    def place(self, regions: Sequence[Region], folder: Path) -> list[Placed]:
         """Put regions into segments, cached ones where their content is the same.
 
         Args:
-            regions: In order; they do not overlap.
+            regions: They do not overlap.
             folder: Where to put a file if memory is short.
-            passing: Regions not to cache: their memory is freed after this launch.
 
         Raises:
             NoRoomError: There is no room.
         """
         budget(0)  # report a bad setting before copying
         with self._lock:
-            placed = {region: kept for region in regions if (kept := self._same(region)) is not None}
+            placed = {region: known for region in regions if (known := self._same(region)) is not None}
             new = [region for region in regions if region not in placed]
             for region in new:
-                self._kept.pop(region, None)
-            if not segments.fits(new):  # evict what this launch does not send
-                self._kept = {region: kept for region, kept in self._kept.items() if region in placed}
-            # Apart, as the cache keeps whole segments.
-            for group in ([r for r in new if r not in passing], [r for r in new if r in passing]):
-                placed |= segments.write(group, folder)
-            self._lent = {region: lent for region, lent in self._lent.items() if lent[0]() is not None}
-            for region in regions:
-                self._kept.pop(region, None)
-                segment, offset, _ = placed[region]
-                if segment.size >= _MIN_CACHED_BYTES and region not in passing:
-                    self._lent[region] = weakref.ref(segment), offset
-                    if segment.in_memory:
-                        self._kept[region] = placed[region]._replace(is_new=False)
+                self._known.pop(region, None)
+            if segments.fits(sum(region.size for region in new)):
+                stay = {segment() for segment, _ in self._known.values()}  # without those whose data has changed
+            else:
+                stay = {each.segment for each in placed.values()}
+            self._kept = [segment for segment in self._kept if segment in stay]
+            placed.update(zip(new, segments.write(new, folder), strict=True))
+            used = {id(each.segment): each.segment for each in placed.values()}
+            self._known = {region: known for region, known in self._known.items() if known[0]() is not None}
+            self._known.update((region, (weakref.ref(at.segment), at.offset)) for region, at in placed.items())
+            keep = [each for each in used.values() if each.in_memory and each.size >= _MIN_CACHED_BYTES]
+            self._kept = keep + [segment for segment in self._kept if id(segment) not in used]
             self._evict(budget(self.size))
             self._watch_memory()
             return [placed[region] for region in regions]
@@ -81,7 +79,7 @@ class SentDataCache:
     def size(self) -> int:
         """Bytes in the cache."""
         with self._lock:
-            return sum(segment.size for segment in self._segments())
+            return sum(segment.size for segment in self._kept)
 
     def free(self) -> int:
         """Empty the cache and return its size in bytes. Running launches keep their data."""
@@ -91,27 +89,15 @@ class SentDataCache:
             self._wake.set()
             return size
 
-    def _segments(self) -> list[Segment]:
-        """Return each segment once, most recently used first."""
-        return list({id(kept.segment): kept.segment for kept in reversed(self._kept.values())}.values())
-
     def _same(self, region: Region) -> Placed | None:
-        kept = self._kept.get(region)
-        if kept is None and region in self._lent:
-            reference, offset = self._lent[region]
-            segment = reference()
-            kept = None if segment is None else Placed(segment, offset, False)
-        return kept if kept is not None and kept.segment.equals(kept.offset, region) else None
+        reference, offset = self._known.get(region, (None, 0))
+        segment = None if reference is None else reference()
+        return None if segment is None or not segment.equals(offset, region) else Placed(segment, offset, False)
 
     def _evict(self, most: int) -> None:
         """Evict the least recently used segments beyond `most` bytes."""
-        left, stays = most, set()
-        for segment in self._segments()[:_MAX_SEGMENTS]:
-            left -= segment.size
-            if left < 0:
-                break
-            stays.add(id(segment))
-        self._kept = {region: kept for region, kept in self._kept.items() if id(kept.segment) in stays}
+        sizes = itertools.accumulate(segment.size for segment in self._kept[:_MAX_SEGMENTS])
+        self._kept = self._kept[: sum(size <= most for size in sizes)]
 
     # -------------------------------------------------------------- memory pressure
     def _watch_memory(self) -> None:

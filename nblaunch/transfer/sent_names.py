@@ -24,7 +24,7 @@ from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling, text_names
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.transfer.tensors import NULL_SINK, NullSink
+from nblaunch.transfer.tensors import NULL_SINK, NullSink, is_sparse
 from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
@@ -382,9 +382,9 @@ class _Hasher(NullSink):
 
         if file := self._files.identity_of(span, is_mapped):
             return pickle.PickleBuffer(file.encode())
-        if span.size <= 2 * int(array.nbytes):
-            return pickle.PickleBuffer(self._sent.digest_of(span))
-        return pickle.PickleBuffer(_hash(numpy.ascontiguousarray(array).view(numpy.uint8).data))
+        if is_sparse(array, span):
+            return pickle.PickleBuffer(_hash(numpy.ascontiguousarray(array).view(numpy.uint8).data))
+        return pickle.PickleBuffer(self._sent.digest_of(span))
 
 
 def _hash(data: memoryview) -> bytes:

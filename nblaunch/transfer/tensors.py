@@ -22,8 +22,8 @@ MIN_BUFFER_BYTES = 16 << 10
 _MIN_SLICED_BYTES = 1 << 20
 """Of a storage of this size or more, only what tensors refer to is sent."""
 _ABOUT_MEMMAP = ("filename", "mode", "offset")
-_MAX_OVERLAP_WORK = 10_000
-"""Steps of the search for an element that two arrays share."""
+_MAX_SPREAD = 2
+"""A strided array is sent as its span if that is at most this many times the size of its elements."""
 
 
 class StorageSlice(NamedTuple):
@@ -56,7 +56,7 @@ class BufferSink(Protocol):
         """Keep the owner of named shared memory alive until the receiver has attached it."""
 
     def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
-        """Return a buffer for an array's memory: its span if dense, sent anyway or of a file, else its elements alone.
+        """Return a buffer for an array's memory: its span; of a sparse one that shares it with no other, its elements.
 
         Args:
             array: The array, or anything that NumPy accepts as one.
@@ -407,18 +407,6 @@ def array_of_copy(array: Any, writeable: bool) -> Any:
     return array
 
 
-def copy_elements(array: Any, into: memoryview) -> None:
-    """Copy an array's elements, in C order, into a buffer."""
-    import numpy
-
-    numpy.copyto(numpy.ndarray(array.shape, array.dtype, into), array)
-
-
-def may_share(one: Any, other: Any) -> bool:
-    """Return True if two arrays share an element, or if that is hard to determine."""
-    try:
-        import numpy
-    except ImportError:
-        return True
-    bound: Any = _MAX_OVERLAP_WORK  # NumPy's stubs accept only its named bounds
-    return numpy.may_share_memory(numpy.asarray(one), numpy.asarray(other), max_work=bound)
+def is_sparse(array: Any, span: Region) -> bool:
+    """Return True if few of an array's elements are in the memory that it spans."""
+    return span.size > _MAX_SPREAD * int(array.nbytes)

@@ -28,7 +28,7 @@ from nblaunch.engines.outbox import Message, Outbox
 from nblaunch.engines.versions import versions_here
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
-from nblaunch.transfer.parcel import UncachedStore, pack
+from nblaunch.transfer.parcel import pack
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.delivery import Delivery
 from nblaunch.wire.launch_files import RankFile, rank_file
@@ -144,7 +144,7 @@ class SimulatedAgent:
         if not self._tasks:
             self.seconds += time.monotonic()
         yield FromRank(group, rank, Interrupted(rank, task)), ()
-        parcel = pack(lambda found: rank, UncachedStore(Path("/tmp")))
+        parcel = pack(lambda found: rank, Path("/tmp"))
         blob = Blob(f"{group}:{self._number}:{rank}", os.fstat(parcel.fds[0]).st_size)
         yield from parts_of(parcel.fds[0], blob.key, blob.size)
         parcel.close()

@@ -267,7 +267,7 @@ def test_shared_segments_cannot_be_changed(launch: Launcher) -> None:
     for step, refused in launch(try_to_change, (tensor,)):
         assert (step, refused) in {("open", errno.EPERM), ("write", errno.EPERM)}  # root may open whatever it is
     assert list(launch(sums, (tensor,))) == [[MB]] * 2
-    seals = {fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) for segment in sent_data_cache._segments()}
+    seals = {fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) for segment in sent_data_cache._kept}
     assert seals == {fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL}
 
 
@@ -408,13 +408,11 @@ def test_a_launch_again_copies_what_has_changed_and_nothing_else(launch: Launche
     assert [name for name, _ in third.payload.parts] == ["tensors"]
 
 
-def test_of_a_thinned_out_view_no_copy_is_kept(launch: Launcher) -> None:
+def test_of_a_thinned_out_view_its_elements_are_sent(launch: Launcher) -> None:
     view = np.ones((MB, 8), dtype=np.uint8)[:, 0]
-    for _ in range(2):
-        result = launch(lambda: int(view.sum()))
-        assert list(result) == [MB] * 2
-        assert result.payload.copied == MB
-        assert sent_data_cache.size == 0
+    result = launch(lambda: int(view.sum()))
+    assert list(result) == [MB] * 2
+    assert result.payload.copied == MB
 
 
 def test_ranks_receive_values_as_of_the_call(launch: Launcher, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 
 from nblaunch.launch.payload import for_cell
 from nblaunch.transfer import pickling
-from nblaunch.transfer.parcel import UncachedStore, pack, unpack
+from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.wire import rank_variables
 from nblaunch.wire.messages import Cell
 from tests.unit.notebooks import Notebook, open_notebook
@@ -181,7 +181,7 @@ def test_gradients_go_to_ranks_and_do_not_come_back(tmp_path: Path, monkeypatch:
     (weight * 3).sum().backward()
 
     def packed() -> Any:
-        parcel = pack(lambda found: (layer, weight, torch.optim.SGD(layer.parameters(), 1.0)), UncachedStore(tmp_path))
+        parcel = pack(lambda found: (layer, weight, torch.optim.SGD(layer.parameters(), 1.0)), tmp_path)
         came = unpack([os.dup(fd) for fd in parcel.fds])
         parcel.close()
         return came
@@ -236,16 +236,16 @@ def test_processes_are_refused_with_advice() -> None:
 def test_other_machines_do_not_share_a_queue(tmp_path: Path) -> None:
     queue = multiprocessing.get_context("fork").Queue()
     with pytest.raises(TypeError, match="other machines"):
-        pack(lambda found: queue, UncachedStore(tmp_path), is_here=False)
+        pack(lambda found: queue, tmp_path, is_here=False)
     queue.close()
 
 
 def test_other_machines_cannot_reach_a_manager_of_this_one(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Manager() as manager:
         values = manager.dict()
-        assert pack(lambda found: values, UncachedStore(tmp_path)).fds
+        assert pack(lambda found: values, tmp_path).fds
         with pytest.raises(TypeError, match="other machines"):
-            pack(lambda found: values, UncachedStore(tmp_path), is_here=False)
+            pack(lambda found: values, tmp_path, is_here=False)
 
 
 def test_a_lock_that_a_thread_waits_for_is_refused(tmp_path: Path) -> None:
@@ -256,11 +256,11 @@ def test_a_lock_that_a_thread_waits_for_is_refused(tmp_path: Path) -> None:
         while not any(ctypes.string_at(lock._semlock.handle + 4, 4)):  # type: ignore[attr-defined]  # who waits
             time.sleep(0.01)
         with pytest.raises(TypeError, match="waits for"):
-            pack(lambda found: lock, UncachedStore(tmp_path))
+            pack(lambda found: lock, tmp_path)
     waits.join(30)
     assert not waits.is_alive()
     lock.release()
-    assert pack(lambda found: lock, UncachedStore(tmp_path)).fds
+    assert pack(lambda found: lock, tmp_path).fds
 
 
 def test_a_lock_that_forked_children_may_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,15 +268,15 @@ def test_a_lock_that_forked_children_may_share_is_refused(tmp_path: Path, monkey
     lock, child, manager = forks.Lock(), forks.Process(), forks.Process(name="SyncManager-1")
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [manager, child])
     with pytest.raises(TypeError, match="may share already"):
-        pack(lambda found: lock, UncachedStore(tmp_path))
+        pack(lambda found: lock, tmp_path)
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [manager])
-    assert pack(lambda found: lock, UncachedStore(tmp_path)).fds
+    assert pack(lambda found: lock, tmp_path).fds
 
 
 def test_a_result_holds_no_end_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = multiprocessing.Pipe()
     monkeypatch.setenv(rank_variables.RANK, "0")
     with pytest.raises(TypeError, match="only the notebook"):
-        pack(lambda found: ends, UncachedStore(tmp_path))
+        pack(lambda found: ends, tmp_path)
     for end in ends:
         end.close()

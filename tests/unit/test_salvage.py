@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nblaunch.transfer.parcel import UncachedStore, pack, unpack
+from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.transfer.salvage import Salvaged, Unbuilt
 
 
@@ -60,7 +60,7 @@ class Slotted:
 
 def sent(value: Any, folder: Path, *, may_salvage: bool = True) -> list[int]:
     """Pack a value, and return the descriptors as a receiver gets them."""
-    parcel = pack(lambda found: value, UncachedStore(folder), may_salvage=may_salvage)
+    parcel = pack(lambda found: value, folder, may_salvage=may_salvage)
     fds = [os.dup(fd) for fd in parcel.fds]
     parcel.close()
     return fds

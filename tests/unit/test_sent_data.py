@@ -21,7 +21,7 @@ from nblaunch.transfer.sent_data import SentDataCache, budget
 from tests.conftest import eventually
 
 MB = 1 << 20
-SMALL = 2 * MB
+SMALL = MB
 ALONE = 20 * MB
 
 
@@ -181,17 +181,6 @@ def test_free_memory_is_not_read_again_once_all_is_freed(kept: SentDataCache, mo
     kept.free()
     eventually(lambda: kept._watch is None)
     assert looks == []
-
-
-def test_passing_data_is_not_kept(kept: SentDataCache) -> None:
-    stays, passes = Data(SMALL, 1), Data(2 * SMALL, 2)
-    for is_new in (True, False):
-        found = kept.place(sorted([stays.region, passes.region]), Path("/nowhere"), {passes.region})
-        by_region = {each.segment.size // SMALL: each for each in found}
-        assert (by_region[1].is_new, by_region[2].is_new) == (is_new, True)
-        assert stays.is_in(by_region[1])
-        assert passes.is_in(by_region[2])
-        assert SMALL <= kept.size < 2 * SMALL
 
 
 def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
