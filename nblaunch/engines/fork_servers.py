@@ -543,7 +543,8 @@ class Servers:
             if method == "forkserver":
                 self._last = [*self._last[-1:], where]
                 return self._server(where)
-            for server in self._servers:
+            best = self._best(where)
+            for server in [*([] if best is None else [best]), *self._servers]:
                 if server.hello is not None and not server.hello.problem:
                     return server  # whatever it has imported: what it spawns reads its own environment
             if self._bare is None:
