@@ -1,8 +1,8 @@
 """The agent: it stands for the kernel on another node, starts ranks there, and is linked to the kernel.
 
 An engine (Slurm, Ray, ssh) starts one on each node, with `Boot` as a line of JSON on its stdin. Its ranks are those of
-the local engine: the same fork server, reaper, files and memory. It exits when the kernel says so, when its own engine
-ends it, or after 10 s without a connection to the kernel; its fork server and reapers watch it and kill every rank.
+the local engine: the same fork server, reaper, files and memory. It exits when its connection to the kernel ends, or
+when its own engine ends it; its fork server and reapers watch it and kill every rank.
 """
 
 from __future__ import annotations
@@ -12,55 +12,48 @@ import json
 import logging
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nblaunch.engines.agent_files import AgentFiles, AgentFolder
+from nblaunch.engines.agent_files import AgentFiles, AgentFolder, OwnModules
 from nblaunch.engines.agent_group import AgentGroup, Silence
-from nblaunch.engines.agent_modules import AgentModules
 from nblaunch.engines.blob_store import BlobStore
 from nblaunch.engines.group_events import Lost
-from nblaunch.engines.link import JOIN, heartbeats
+from nblaunch.engines.link import JOIN, Outbox, configure, versions_here
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.local_workers import LocalWorkers
-from nblaunch.engines.outbox import Outbox
 from nblaunch.engines.protocol import Order
-from nblaunch.engines.versions import versions_here
 from nblaunch.machine import munge, timeouts
 from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.network import address_towards, interface_of
 from nblaunch.machine.process_state import Process, this_process
 from nblaunch.machine.processes import die_with_parent
-from nblaunch.wire.delivery import Delivery, Part, Parts
 from nblaunch.wire.link_messages import (
     BlobPart,
     Boot,
-    Clock,
     Drop,
-    End,
     Files,
     FromGroup,
     Joined,
-    Leave,
     Leaving,
+    Part,
     Place,
     Placed,
     Preload,
-    SendTasks,
-    ToGroup,
-    Want,
+    Release,
 )
 from nblaunch.wire.rank_variables import AGENT_FOLDER, BELOW_AGENT
 
@@ -80,13 +73,12 @@ class Agent:
 
     def __init__(self, boot: Boot, machine: Machine, engine: LocalEngine, folder: AgentFolder) -> None:
         self._machine, self._engine, self._folder = machine, engine, folder
-        self._delivery = Delivery()
-        self._outbox = Outbox(self._delivery)
+        self._outbox = Outbox()
         self._blobs = BlobStore()
         self._groups: dict[str, AgentGroup] = {}
-        self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
-        """Groups that a thread has placed, or could not."""
-        self._modules = AgentModules(self._wake)
+        self._requests = queue.SimpleQueue[Callable[[], None]]()
+        """What threads let the loop do."""
+        self._modules = OwnModules(lambda message: self._request(lambda: self._outbox.put(message)))
         self._placing: dict[str, bool] = {}
         """Groups that are not yet placed, and whether they were closed meanwhile."""
         self._silence = Silence()
@@ -95,11 +87,6 @@ class Agent:
         self._identity = os.urandom(12).hex().encode()
         self._context = zmq.Context()
         self._socket = self._connected()
-        self._monitor = self._socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self._has_reconnected = False
-        """What was on its way when the last connection ended may be lost: the loop asks for it."""
-        self._lost_at: float | None = time.monotonic()
-        """Since when there is no connection."""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -113,12 +100,10 @@ class Agent:
         made.setsockopt(zmq.CURVE_SERVERKEY, self._boot.kernel_key.encode())
         made.setsockopt(zmq.CURVE_PUBLICKEY, self._boot.public_key.encode())
         made.setsockopt(zmq.CURVE_SECRETKEY, self._boot.secret_key.encode())
-        made.setsockopt(zmq.ROUTING_ID, self._identity)  # the same after a reconnection
-        made.setsockopt(zmq.RECONNECT_IVL, int(timeouts.LINK_RECONNECT_S * 1000))
-        made.setsockopt(zmq.LINGER, int(timeouts.LINK_CLOSE_S * 1000))
-        made.setsockopt(zmq.SNDHWM, 0)
-        made.setsockopt(zmq.RCVHWM, 0)
-        heartbeats(made)
+        made.setsockopt(zmq.ROUTING_ID, self._identity)
+        made.setsockopt(zmq.RECONNECT_IVL, -1)
+        configure(made)
+        self._monitor = made.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
         made.connect(self._boot.endpoint)
         return made
 
@@ -127,46 +112,33 @@ class Agent:
 
     # -------------------------------------------------------------- the loop
     def run(self) -> None:
-        """Serve the kernel until it says so, or is lost."""
+        """Serve the kernel until the connection ends."""
         threading.Thread(target=self._watch_connection, name="nblaunch-watch", daemon=True).start()
         self._join()
-        beat_at = 0.0
         has_written = True
         while not self._is_leaving:
             self._poll(timeouts.AGENT_POLL_S if has_written or self._groups else timeouts.AGENT_IDLE_POLL_S)
             self._receive()
-            while self._modules.asked:
-                self._outbox.put(self._modules.asked.popleft())
-            while self._placed:
-                self._adopt(*self._placed.popleft())
+            while not self._requests.empty():
+                self._requests.get()()
             now = time.monotonic()
             has_written = sum(self._step(group, now) for group in list(self._groups.values())) > 0
             if self._reason_to_leave:
                 self._outbox.put(Leaving(self._reason_to_leave))
                 self._reason_to_leave, self._term_at = "", now
-            if self._has_reconnected:
-                self._has_reconnected = False
-                self._join()  # once more, in case the first was lost; the kernel takes one
-                self._send(self._delivery.request())
-                for parts in self._delivery.again():
-                    self._send(parts)
-            if now >= beat_at:
-                beat_at = now + timeouts.LINK_BEAT_S
-                self._folder.touch()
-                behind = self._delivery.is_behind
-                self._send(self._delivery.request() if behind else self._delivery.confirmation())
-            for parts in self._outbox.due():
-                self._send(parts)
+            self._outbox.flush(self._send)
             if self._term_at is not None and not (self._groups or self._placing):  # no rank needs the grace period
-                self._is_leaving = not self._delivery.unconfirmed_bytes or now - self._term_at > timeouts.LINK_CLOSE_S
+                self._is_leaving = now - self._term_at > timeouts.LINK_CLOSE_S
         for group in self._groups.values():
             group.close()
         self._folder.close()
         self._engine.stop()  # and no socket is closed: the other thread uses one
 
-    def _wake(self) -> None:
-        """Let the loop go on; from another thread."""
-        os.write(self._wake_write, b"!")
+    def _request(self, act: Callable[[], None]) -> None:
+        """Let the loop do something; from another thread."""
+        self._requests.put(act)
+        with contextlib.suppress(BlockingIOError):  # full of wakeups
+            os.write(self._wake_write, b"!")
 
     def _step(self, group: AgentGroup, now: float) -> bool:
         """Let a group go on; end it alone if it fails."""
@@ -181,7 +153,7 @@ class Agent:
     def _poll(self, seconds: float) -> None:
         """Wait until there is something to do."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN if self._outbox.is_empty else zmq.POLLIN | zmq.POLLOUT)
         poller.register(self._wake_read, zmq.POLLIN)
         for group in self._groups.values():
             if group.has_started:
@@ -189,7 +161,7 @@ class Agent:
         if dict(poller.poll(int(seconds * 1000))).get(self._wake_read):
             os.read(self._wake_read, 4096)
 
-    def _send(self, parts: Parts) -> None:
+    def _send(self, parts: Sequence[Part]) -> None:
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def _receive(self) -> None:
@@ -199,38 +171,24 @@ class Agent:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            kind = self._delivery.take(parts)
-            if kind == "request":
-                for again in self._delivery.again():
-                    self._send(again)
-            elif kind == "new":
-                try:
-                    self._take(pickle.loads(parts[1]), parts[2:])
-                except Exception:  # noqa: BLE001  # one group must not end the others
-                    _log.exception("nblaunch: a message of the kernel failed")
-            if self._delivery.owes_confirmation:
-                self._send(self._delivery.confirmation())
-
-    def remove_files(self) -> None:
-        """Remove what ranks have written here, before the process exits."""
-        for group in list(self._groups.values()):
-            group.remove_files()
-        self._folder.close()
+            try:
+                self._take(pickle.loads(parts[0]), parts[1:])
+            except Exception:  # noqa: BLE001  # one group must not end the others
+                _log.exception("nblaunch: a message of the kernel failed")
 
     def _watch_connection(self) -> None:
-        """Exit if there is no connection for too long. Runs in a thread: the loop may be busy."""
-        while True:
-            if self._monitor.poll(int(timeouts.LINK_BEAT_S * 1000)):
-                event = recv_monitor_message(self._monitor)["event"]
-                is_connected = event == _CONNECTED
-                self._has_reconnected = self._has_reconnected or is_connected
-                self._lost_at = None if is_connected else self._lost_at or time.monotonic()
-            lost_at = self._lost_at
-            if lost_at is not None and time.monotonic() - lost_at > timeouts.KERNEL_LOST_S:
-                with contextlib.suppress(OSError):  # no one reads it any more
-                    os.write(2, f"no connection to {self._boot.endpoint} for {timeouts.KERNEL_LOST_S:.0f} s\n".encode())
-                self.remove_files()
-                os._exit(1)  # the fork servers and reapers see it, and kill every rank
+        """Let the agent exit once its connection has ended. Runs in a thread: the loop may be busy."""
+        is_there = self._monitor.poll(int(timeouts.LINK_CONNECT_TIMEOUT_S * 1000))
+        if is_there and recv_monitor_message(self._monitor)["event"] == _CONNECTED:
+            recv_monitor_message(self._monitor)  # waits for the end
+            self._is_leaving = True
+            self._request(lambda: None)
+            time.sleep(timeouts.AGENT_EXIT_TIMEOUT_S)
+        else:
+            with contextlib.suppress(OSError):  # no one reads it any more
+                os.write(2, f"no connection to {self._boot.endpoint}\n".encode())
+        self._folder.close()
+        os._exit(1)  # the fork servers and reapers see it, and kill every rank
 
     # -------------------------------------------------------------- joining
     def _join(self) -> None:
@@ -240,11 +198,7 @@ class Agent:
 
     # -------------------------------------------------------------- messages
     def _take(self, message: object, buffers: Sequence[Part]) -> None:
-        if isinstance(message, Clock):
-            self._outbox.put(Clock(message.asked_ns, time.monotonic_ns()))
-        elif isinstance(message, Leave):
-            self._is_leaving = True
-        elif isinstance(message, BlobPart):
+        if isinstance(message, BlobPart):
             self._take_part(message, buffers[0])
         elif isinstance(message, Drop):
             self._blobs.drop(message.keys)
@@ -255,10 +209,10 @@ class Agent:
             self._engine.preload(message.modules)
         elif isinstance(message, Files):
             self._modules.take(message)
-        elif isinstance(message, End) and message.how == "close":
+        elif isinstance(message, Release):
             self._close(message.group)
-        else:
-            self._to_group(message)  # type: ignore[arg-type]  # the only ones left
+        elif message.group in self._groups:  # type: ignore[attr-defined]  # else it was closed meanwhile
+            self._groups[message.group].take(message)  # type: ignore[attr-defined, arg-type]  # the only ones left
 
     def _take_part(self, part: BlobPart, data: Part) -> None:
         try:
@@ -271,16 +225,6 @@ class Agent:
         if is_whole:
             for group in self._groups.values():
                 group.hand_out()
-
-    def _to_group(self, message: ToGroup) -> None:
-        group = self._groups.get(message.group)
-        if group is None:  # closed meanwhile
-            return
-        if isinstance(message, SendTasks):
-            for blob in message.parcel:
-                if blob.path and blob.key not in self._blobs and not self._blobs.adopt(blob):
-                    self._outbox.put(Want(blob.key))
-        group.take(message)
 
     def _close(self, name: str) -> None:
         group = self._groups.pop(name, None)
@@ -297,7 +241,7 @@ class Agent:
         files: AgentFiles | None = None
         workers: LocalWorkers | None = None
         try:
-            files = AgentFiles(self._folder.path, message.group, self._machine.name)
+            files = AgentFiles(self._folder.path, message.group)
             process, note = self._process(message, files)
             method = self._engine.usable(message.method, message.env, message.named, lambda: "")
             log_dir = str(files.directory(message.log_dir))
@@ -315,18 +259,18 @@ class Agent:
             workers = self._engine.place(order, self._silence)
             store = workers.open_store(address=self._machine.address) if message.serves_store else None
             address = None if store is None else (store.address, store.port)
-            self._placed.append((message, workers, files, Placed(message.group, store=address, note=note)))
+            answer = Placed(message.group, store=address, note=note)
         except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
             if workers is not None:
                 workers.close()
-            self._placed.append((message, None, files, Placed(message.group, refusal=str(error) or repr(error))))
-        self._wake()
+            workers, answer = None, Placed(message.group, refusal=str(error) or repr(error))
+        self._request(partial(self._adopt, message, workers, files, answer))
 
     def _process(self, message: Place, files: AgentFiles) -> tuple[Process, str]:
         """Return what ranks start from here, as like the notebook's process as this node allows, and a note."""
         wanted, own, note = message.process, this_process(), ""
         cwd = wanted.cwd
-        modules = self._modules.path_for(message, files)
+        modules = self._modules.path_for(message, files.root / "modules")
         if not os.path.isdir(cwd):
             cwd = str(files.root / "cwd")
             os.mkdir(cwd)
@@ -380,7 +324,7 @@ def main() -> NoReturn:
     except BaseException:  # noqa: BLE001  # the process must exit here in any case
         with contextlib.suppress(OSError):  # as above
             traceback.print_exc()
-        agent.remove_files()
+        folder.close()
     finally:
         os._exit(status)  # threads of libraries must not keep the node
 

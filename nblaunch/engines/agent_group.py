@@ -12,31 +12,29 @@ from typing import TYPE_CHECKING
 from nblaunch.engines.agent_files import AgentFiles
 from nblaunch.engines.blob_store import BlobStore, parts_of
 from nblaunch.engines.group_events import Event, Lost, LostDescriptors, Received
+from nblaunch.engines.link import Message, Outbox
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.local_workers import LocalWorkers
-from nblaunch.engines.outbox import Message, Outbox
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.link_messages import (
     AskStacks,
     Blob,
+    Call,
     Closed,
-    End,
     FromGroup,
     FromRank,
-    LetGo,
     Measure,
     Observed,
     Restart,
     SendTasks,
-    Signal,
     Stacks,
     Start,
     ToGroup,
-    ToRank,
+    in_other_clock,
 )
-from nblaunch.wire.messages import Done, Failed, Interrupt, NotStarted, RankExited, Swept
+from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, Swept
 
 if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler
@@ -126,30 +124,21 @@ class AgentGroup:
         elif isinstance(message, SendTasks):
             self._waiting.append(message)
             self.hand_out()
-        elif isinstance(message, ToRank):
-            self._pass_on(message)
-        elif isinstance(message, Signal):
-            self._by_rank[message.rank].signal(message.signum, message.of_group)
+        elif isinstance(message, Call):
+            self._call(message)
         elif isinstance(message, AskStacks):
             self._asked.add(message.rank)
             self._by_rank[message.rank].stacks.ask(time.monotonic() + message.signal_after_s)
         elif isinstance(message, Measure):
             self._measure(message.device)
-        elif isinstance(message, LetGo):
-            self.workers.let_go(message.ranks)
-        elif isinstance(message, End) and message.how == "dismiss":
-            self.workers.dismiss()
-        elif isinstance(message, End) and message.how == "abandon":
-            self.workers.abandon()
 
-    def _pass_on(self, message: ToRank) -> None:
-        worker, inner = self._by_rank[message.rank], message.message
-        if not isinstance(inner, Interrupt):
-            worker.tell(inner)
-        elif inner.task > self._task:  # its data are still on their way
-            self._interrupts[message.rank] = inner.task
+    def _call(self, message: Call) -> None:
+        if message.rank is None:
+            getattr(self.workers, message.method)(*message.arguments)
+        elif message.method == "interrupt" and message.arguments[0] > self._task:  # its data are still on their way
+            self._interrupts[message.rank] = message.arguments[0]
         else:
-            worker.interrupt(inner.task)
+            getattr(self._by_rank[message.rank], message.method)(*message.arguments)
 
     def lose_blob(self, key: str, reason: str) -> None:
         """Refuse the tasks that wait for a blob, which cannot be kept here."""
@@ -209,19 +198,24 @@ class AgentGroup:
         if isinstance(event, Received):
             is_end = isinstance(event.message, (Done, Failed))
             if is_end:
-                self._send(self._files.unsent([event.rank], is_over=True))
+                self._send(self._files.unsent([event.rank]))
             messages = self._with_parcel(event)
             weakref.finalize(messages, event.parcel.close)  # also if the lane is dropped before it comes to them
             self._send(messages, at_once=not is_end)
             return
         if isinstance(event, LostDescriptors):
-            lost = FromRank(self.group, event.rank, event.message, lost=event.error.strerror or str(event.error))
+            lost = FromRank(
+                self.group,
+                event.rank,
+                in_other_clock(event.message),
+                lost=event.error.strerror or str(event.error),
+            )
             self._send([(lost, ())])
             return
         if isinstance(event, (RankExited, Swept, Lost)):
             ended = [event.rank] if isinstance(event, RankExited) else self._ranks
-            self._send(self._files.unsent(ended, is_over=True))
-        self._send([(FromGroup(self.group, event), ())])
+            self._send(self._files.unsent(ended))
+        self._send((FromGroup(self.group, in_other_clock(each)), ()) for each in [event])  # its age when it is sent
 
     def _with_parcel(self, event: Received) -> Iterator[Message]:
         fds, blobs = event.parcel.take(), []
@@ -234,7 +228,7 @@ class AgentGroup:
         finally:
             for fd in fds:
                 os.close(fd)
-        yield FromRank(self.group, event.rank, event.message, blobs), ()
+        yield FromRank(self.group, event.rank, in_other_clock(event.message), blobs), ()
 
     def _send_stacks(self, now: float) -> None:
         for rank in list(self._asked):
@@ -257,7 +251,11 @@ class AgentGroup:
         changed = Observed(
             self.group,
             {rank: each for rank, each in dropped.items() if each != self._dropped.get(rank, Dropped())},
-            {rank: each for rank, each in begun.items() if list(each) != list(self._collectives.get(rank, ()))},
+            {
+                rank: list(map(in_other_clock, each))
+                for rank, each in begun.items()
+                if list(each) != list(self._collectives.get(rank, ()))
+            },
             usage,
         )
         self._dropped, self._collectives = dropped, begun
@@ -270,10 +268,6 @@ class AgentGroup:
         self._sampler = self.workers.sampler(device, os.environ) if device else None
 
     # -------------------------------------------------------------- the end
-    def remove_files(self) -> None:
-        """Remove what the ranks have written here, unless the kernel lacks some of it."""
-        self._files.close()
-
     def close(self) -> None:
         """Release everything; ranks that still run are killed."""
         self.is_over = True

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.machine import sealed_files
 from nblaunch.machine.sealed_files import Draft
-from nblaunch.wire.delivery import Part
-from nblaunch.wire.link_messages import Blob, BlobPart
+from nblaunch.wire.link_messages import BlobPart, Part
 
 PART_BYTES = 1 << 18
 """Of a blob in one message. ZeroMQ takes a connection that brings no whole message for 4 s for dead."""
@@ -54,20 +52,6 @@ class BlobStore:
         del self._arriving[part.key]
         self._complete[part.key] = blob.draft.seal()
         return True
-
-    def adopt(self, blob: Blob) -> bool:
-        """Open the user's file that a blob was mapped from; return True if it is the same here."""
-        try:
-            fd = os.open(blob.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return False
-        about = os.fstat(fd)
-        is_same = (about.st_size, about.st_mtime_ns) == (blob.size, blob.modified_ns)
-        if is_same and stat.S_ISREG(about.st_mode):
-            self._complete[blob.key] = fd
-            return True
-        os.close(fd)
-        return False
 
     def descriptor(self, key: str) -> int:
         """Return the descriptor of a complete blob, which stays the store's."""

@@ -128,7 +128,7 @@ def _of_nodes(said: str, starter: Starter) -> Engine:
         if 0 < other.size < starter.count and not other.is_busy:
             _held.pop(key).stop()  # its nodes may be those that are asked for
     if not _held:
-        atexit.register(release)  # else agents would hold the nodes for 10 s more
+        atexit.register(release)  # at once: agents alone notice the end of this process later
     return _held.setdefault((said, starter.count), NodeEngine(starter))
 
 

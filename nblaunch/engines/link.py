@@ -1,7 +1,8 @@
-"""The kernel's end of the links to the agents of a set of nodes: one ZeroMQ socket, served by a thread.
+"""The link between the kernel and the agents of a set of nodes: one ZeroMQ connection for each agent.
 
-CURVE authenticates and encrypts every connection: only an agent that was given the keys of this socket gets a message
-through, and nothing is unpickled before. The socket listens on one address for as long as this object lives.
+CURVE authenticates and encrypts every connection: only an agent that was given the keys of this link gets a message
+through, and nothing is unpickled before. TCP keeps the order of messages. A connection that ends is not made again: its
+node is lost. ZeroMQ ends one that is silent, from a thread of its own that needs no Python, which may be busy.
 """
 
 from __future__ import annotations
@@ -13,72 +14,155 @@ import logging
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from nblaunch.engines.outbox import Message, Outbox, encoded
 from nblaunch.errors import StartError
 from nblaunch.machine import munge, timeouts
-from nblaunch.machine.network import address_towards, checked_address
-from nblaunch.wire.delivery import Delivery, Part, Parts
-from nblaunch.wire.link_messages import Boot, Clock, Joined, Leave, Proof, Versions
+from nblaunch.wire.link_messages import LINK_PROTOCOL, Boot, Joined, Part, Proof, Versions
 
 _log = logging.getLogger(__name__)
 JOIN = b"join"
 """Begins an agent's first message. Its versions come next, as JSON, which other releases can read; then its proof."""
-_CLOCK_DRIFT_NS = 1_000_000
-"""Between two questions of the time, 20 in a million: what quartz may be off."""
-CLOCK_QUESTIONS = 8
-"""To a new agent, to measure how far its clock is off."""
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message closes its connection."""
+MAX_WAITING = 4
+"""Messages to one peer that ZeroMQ holds: an urgent one waits behind them."""
+Message = tuple[object, Sequence[Part]]
+"""A message, and the bytes beside it."""
+Source = tuple[Iterator[Message], Callable[[str], None]]
+"""Of messages, and what is called with the reason if it fails."""
+Lanes = dict[str, deque[Source]]
+
+
+def encoded(message: object, buffers: Sequence[Part] = ()) -> list[Part]:
+    """Return the parts of a message."""
+    return [pickle.dumps(message, protocol=5), *buffers]
+
+
+def configure(link: zmq.Socket[bytes]) -> None:
+    """Set what both ends of a link have in common."""
+    link.setsockopt(zmq.SNDHWM, MAX_WAITING)
+    link.setsockopt(zmq.RCVHWM, 0)  # a socket that is full would not hear heartbeats
+    link.setsockopt(zmq.HEARTBEAT_IVL, int(timeouts.LINK_BEAT_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeouts.LINK_SILENCE_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_TTL, int(timeouts.LINK_SILENCE_S * 1000))
+
+
+class Outbox:
+    """What waits to be sent to one peer: urgent messages first, then the lanes in turn. Used from one thread.
+
+    A lane keeps the order of its messages. What it holds is read when its turn comes: a result of 1 GB is never in
+    memory twice, and a peer that does not read stalls nothing else. Some messages of a lane go before all others of all
+    lanes.
+    """
+
+    def __init__(self) -> None:
+        self._urgent: deque[list[Part]] = deque()
+        self._first: Lanes = {}
+        """What goes before all in `_lanes`."""
+        self._lanes: Lanes = {}
+
+    def put(self, message: object) -> None:
+        """Queue an urgent message, which overtakes those in lanes."""
+        self.put_encoded(encoded(message))
+
+    def put_encoded(self, parts: list[Part]) -> None:
+        """Queue an urgent message that is encoded."""
+        self._urgent.append(parts)
+
+    def put_in(
+        self,
+        lane: str,
+        messages: Iterable[Message],
+        on_error: Callable[[str], None] = lambda reason: None,
+        *,
+        goes_first: bool = False,
+    ) -> None:
+        """Queue messages behind those that the lane holds.
+
+        Args:
+            lane: The lane.
+            messages: A source, which is read when its turn comes.
+            on_error: Called with the reason if the source fails. Default: nothing.
+            goes_first: Whether they go before all that do not. Default: False.
+        """
+        lanes = self._first if goes_first else self._lanes
+        lanes.setdefault(lane, deque()).append((iter(messages), on_error))
+
+    def drop(self, lane: str) -> None:
+        """Forget what a lane holds."""
+        self._first.pop(lane, None)
+        self._lanes.pop(lane, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if nothing waits."""
+        return not (self._urgent or self._first or self._lanes)
+
+    def flush(self, send: Callable[[list[Part]], None]) -> None:
+        """Send a few messages, as far as `send` does not raise `zmq.Again`."""
+        for _ in range(MAX_WAITING):
+            parts = self._next()
+            if parts is None:
+                return
+            try:
+                send(parts)
+            except zmq.Again:
+                self._urgent.appendleft(parts)
+                return
+
+    def _next(self) -> list[Part] | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        while lanes := self._first or self._lanes:
+            name, lane = next(iter(lanes.items()))
+            lanes[name] = lanes.pop(name)  # the other lanes come first next time
+            source, on_error = lane[0]
+            try:
+                return encoded(*next(source))
+            except StopIteration:
+                lane.popleft()
+            except Exception as error:  # noqa: BLE001  # a source that fails must not end the link, or a node is lost
+                _log.exception("nblaunch: something could not be sent over a link")
+                lane.popleft()
+                on_error(f"{type(error).__name__}: {error}")
+            if not lane:
+                lanes.pop(name, None)
+        return None
 
 
 @dataclass(slots=True)
 class Peer:
-    """One agent, as its connection introduces it."""
+    """One agent that has joined."""
 
     identity: bytes
-    delivery: Delivery
-    outbox: Outbox
+    connection: int = -1
+    """The descriptor of its connection."""
     heard_at: float = 0.0
     """By the monotonic clock."""
-    offset_ns: int = 0
-    """To be added to the agent's monotonic times."""
-    round_trip_ns: int = 1 << 62
-    """Of the measurement that `offset_ns` comes from; the shortest is the most precise."""
-    clock_at: float = 0.0
-    """When its clock was asked last."""
-    has_joined: bool = False
-    is_lost: bool = False
-    connection: int = -1
-    """The descriptor of its connection; -1: not known."""
-    gone_at: float | None = None
-    """When its connection was closed; None if it is open."""
-
-    @classmethod
-    def of(cls, identity: bytes) -> Peer:
-        """Return an agent that has sent nothing yet."""
-        delivery = Delivery()
-        return cls(identity, delivery, Outbox(delivery))
+    outbox: Outbox = field(default_factory=Outbox)
 
 
 class Link:
-    """See the module. Thread-safe.
+    """The kernel's end: a socket that a thread serves, and that listens as long as this object lives. Thread-safe.
 
     Args:
         address: The address to listen on.
         on_join: Called with a new agent, its versions, and what loads its message, which only the same release can.
             In the thread of the link, as the others.
         on_message: Called with each message of an agent that has joined, and the bytes beside it.
-        on_lost: Called once if an agent is gone, or has been silent for too long, with the reason.
+        on_lost: Called once if the connection to an agent has ended, with the reason.
         proof: See `Boot`.
 
     Raises:
@@ -89,15 +173,15 @@ class Link:
         self,
         address: str,
         on_join: Callable[[Peer, Versions, Callable[[], Joined]], None],
-        on_message: Callable[[Peer, object, Parts], None],
+        on_message: Callable[[Peer, object, Sequence[Part]], None],
         on_lost: Callable[[Peer, str], None],
         proof: Proof = "",
     ) -> None:
         self._on_join, self._on_message, self._on_lost = on_join, on_message, on_lost
         self._peers: dict[bytes, Peer] = {}
-        self._requests: deque[tuple[Callable[[], None], Sequence[Peer]]] = deque()
-        self._due: dict[bytes, Peer] = {}
-        """Agents that may get something now: it was queued, or they have confirmed something."""
+        self._gone: deque[int] = deque()
+        """Connections that have ended, while what they have brought is not yet read."""
+        self._requests: deque[Callable[[], None]] = deque()
         self._is_closing = False
         self._owner = os.getpid()
         public, secret = zmq.curve_keypair()
@@ -126,13 +210,10 @@ class Link:
         made.setsockopt(zmq.CURVE_SERVER, 1)
         made.setsockopt(zmq.CURVE_SECRETKEY, secret)
         made.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        made.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an agent that reconnects takes its old connection's place
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so if an agent takes no more
         made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        made.setsockopt(zmq.HANDSHAKE_IVL, int(timeouts.LINK_HANDSHAKE_TIMEOUT_S * 1000))
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.SNDHWM, 0)  # `Outbox` limits what is under way
-        made.setsockopt(zmq.RCVHWM, 0)
-        heartbeats(made)
+        made.setsockopt(zmq.HANDSHAKE_IVL, int(timeouts.LINK_CONNECT_TIMEOUT_S * 1000))
+        configure(made)
         made.bind(f"tcp://{address}:0")
         return made
 
@@ -140,7 +221,7 @@ class Link:
     def send(self, peer: Peer, message: object) -> None:
         """Send an urgent message."""
         parts = encoded(message)  # here, where an error reaches the caller
-        self.act(lambda: peer.outbox.put_encoded(parts), peer)
+        self.act(lambda: peer.outbox.put_encoded(parts))
 
     def send_in(
         self,
@@ -150,74 +231,55 @@ class Link:
         on_error: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Send messages in the order of their lane, as fast as the agent takes them; see `Outbox.put_in`."""
-        self.act(lambda: peer.outbox.put_in(lane, messages, on_error), peer)
+        self.act(lambda: peer.outbox.put_in(lane, messages, on_error))
 
-    def drop(self, peer: Peer, lane: str) -> None:
-        """Send no more of what a lane holds."""
-        self.act(lambda: peer.outbox.drop(lane), peer)
-
-    def act(self, act: Callable[[], None], *peers: Peer) -> None:
-        """Do something in the thread of the link, and then send what these agents may get."""
-        self._requests.append((act, peers))
+    def act(self, act: Callable[[], None]) -> None:
+        """Do something in the thread of the link."""
+        self._requests.append(act)
         try:
             self._wake_write.send(b"!")
         except OSError:
             return  # full of wakeups, or closed
 
     def close(self) -> None:
-        """Tell the agents to exit, and stop listening. Idempotent."""
+        """End every connection, so that the agents exit, and stop listening. Idempotent."""
         if os.getpid() != self._owner or not self._thread.is_alive():
             return
-        self.act(self._take_leave)
+        self._is_closing = True
+        self.act(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _take_leave(self) -> None:
-        for peer in self._peers.values():
-            peer.outbox.put(Leave())
-        self._due.update(self._peers)
-        self._is_closing = True  # in the thread of the link, or it could end before it has sent them
 
     # -------------------------------------------------------------- the thread
     def _serve(self) -> None:
         poller = zmq.Poller()
         for source in (self._socket, self._zap, self._monitor, self._wake_read):
             poller.register(source, zmq.POLLIN)
-        beat_at = woken_at = time.monotonic()
         try:
-            while not self._is_closing or self._requests or self._owes():
-                ready = dict(poller.poll(int(timeouts.LINK_POLL_S * 1000)))
+            while not self._is_closing:
+                waits = any(not peer.outbox.is_empty for peer in self._peers.values())
+                ready = dict(poller.poll(int(timeouts.LINK_RETRY_S * 1000) if waits else None))
                 if self._zap in ready:
                     self._authenticate()
                 while self._monitor.poll(0):
-                    self._note_closed(recv_monitor_message(self._monitor)["value"])
+                    self._gone.append(recv_monitor_message(self._monitor)["value"])
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
                 while self._requests:
-                    act, peers = self._requests.popleft()
-                    act()
-                    self._due.update((peer.identity, peer) for peer in peers)
-                self._receive()
-                was_away = time.monotonic() - woken_at > timeouts.LINK_AWAY_S  # also by what it has received
-                woken_at = time.monotonic()
-                if woken_at >= beat_at:
-                    beat_at = woken_at + timeouts.LINK_BEAT_S
-                    self._beat(woken_at, was_away)
-                while self._due:
-                    self._flush(self._due.popitem()[1])
+                    self._requests.popleft()()
+                if self._receive():
+                    while self._gone:
+                        self._lose(self._gone.popleft())
+                for peer in self._peers.values():
+                    peer.outbox.flush(partial(self._send, peer))
         except Exception:  # noqa: BLE001  # nothing else may end the thread: nodes would be silent
             _log.exception("nblaunch: the link to the nodes has failed")
         finally:
             for peer in self._peers.values():
-                if peer.has_joined and not peer.is_lost:
-                    peer.is_lost = True
-                    self._on_lost(peer, "its nodes were released" if self._is_closing else "the link to it has failed")
-            self._context.destroy(linger=int(timeouts.LINK_CLOSE_S * 1000))
+                self._on_lost(peer, "its nodes were released" if self._is_closing else "the link to it has failed")
+            self._context.destroy(linger=0)
             self._wake_read.close()
             self._wake_write.close()
-
-    def _owes(self) -> bool:
-        return any(not peer.outbox.is_empty for peer in self._peers.values() if not peer.is_lost)
 
     def _authenticate(self) -> None:
         """Answer libzmq's question about a connection, as in https://rfc.zeromq.org/spec/27."""
@@ -226,133 +288,78 @@ class Link:
         status = (b"200", b"OK") if is_ours else (b"400", b"")
         self._zap.send_multipart([version, request, *status, b"", b""])
 
-    def _note_closed(self, connection: int) -> None:
-        for peer in self._peers.values():
-            if peer.connection == connection:
-                peer.connection, peer.gone_at = -1, time.monotonic()
-
-    def _receive(self) -> None:
-        """Read what has arrived, for a while: what is to be sent waits meanwhile."""
-        until = time.monotonic() + timeouts.LINK_POLL_S
+    def _receive(self) -> bool:
+        """Read what has arrived, for a while: what is to be sent waits meanwhile. Return True if that was all."""
+        until = time.monotonic() + timeouts.LINK_READ_S
         while time.monotonic() < until:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return True
             identity, *parts = frames[0].bytes, *(frame.buffer for frame in frames[1:])
-            peer = self._peers.get(identity) or self._peers.setdefault(identity, Peer.of(identity))
-            peer.heard_at = time.monotonic()
-            self._due[identity] = peer
-            peer.connection, peer.gone_at = frames[-1].get(zmq.SRCFD), None
             try:
-                self._take(peer, parts)
+                self._take(identity, frames[-1].get(zmq.SRCFD), parts)
             except Exception:  # noqa: BLE001  # a message of one agent must not end the link to the others
                 _log.exception("nblaunch: a message of a node could not be read")
+        return False
 
-    def _take(self, peer: Peer, parts: Sequence[Part]) -> None:
-        if parts and parts[0] == JOIN:
-            self._join(peer, parts)
-            return
-        if not peer.has_joined:  # it may have the keys from the network, and has not proved itself
-            return
-        kind = peer.delivery.take(parts)
-        if kind == "request":
-            for again in peer.delivery.again():
-                self._send(peer, again)
-        elif kind == "new":
-            message = pickle.loads(parts[1])
-            if peer.is_lost:  # its ranks are given up: it has been told to leave
-                return
-            if isinstance(message, Clock):
-                self._set_clock(peer, message)
-            else:
-                self._on_message(peer, message, parts[2:])
-        if peer.delivery.owes_confirmation:
-            self._send(peer, peer.delivery.confirmation())
+    def _take(self, identity: bytes, connection: int, parts: Sequence[Part]) -> None:
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.heard_at = time.monotonic()
+            self._on_message(peer, pickle.loads(parts[0]), parts[1:])
+        elif parts and parts[0] == JOIN:  # nothing else is read: it may have the keys from the network
+            self._join(Peer(identity, connection, time.monotonic()), parts)
 
     def _join(self, peer: Peer, parts: Sequence[Part]) -> None:
-        if peer.has_joined:
-            return
         if self.boot.proof and not munge.is_own(bytes(parts[2]).decode(), self.boot.text_to_prove(peer.identity)):
             _log.warning("nblaunch: an agent could not prove that it is one of yours, and was not let in")
             return
-        peer.has_joined = True
+        self._peers[peer.identity] = peer
         said = json.loads(bytes(parts[1]))
         versions = Versions(**{each.name: said.get(each.name, "?") for each in dataclasses.fields(Versions)})
         self._on_join(peer, versions, lambda: pickle.loads(parts[3]))
-        for _ in range(CLOCK_QUESTIONS):
-            peer.outbox.put(Clock(time.monotonic_ns()))
 
-    def _set_clock(self, peer: Peer, answer: Clock) -> None:
-        now = time.monotonic_ns()
-        if now - answer.asked_ns < peer.round_trip_ns:
-            peer.round_trip_ns = now - answer.asked_ns
-            peer.offset_ns = (answer.asked_ns + now) // 2 - answer.time_ns
+    def _lose(self, connection: int) -> None:
+        """Note the end of a connection: of the first agent that had it, because another may have the number now."""
+        for peer in self._peers.values():
+            if peer.connection == connection:
+                del self._peers[peer.identity]
+                self._on_lost(peer, "its agent was killed, or its network was cut")
+                return
 
-    def _beat(self, now: float, was_away: bool) -> None:
-        """Give a sign of life; note agents that give none, unless this thread has not run either."""
-        self._due.update(self._peers)
-        for peer in list(self._peers.values()):
-            if peer.delivery.is_behind:
-                self._send(peer, peer.delivery.request())
-            else:
-                self._send(peer, peer.delivery.confirmation())
-            if was_away:
-                peer.heard_at, peer.gone_at = now, None if peer.gone_at is None else now
-            if now - peer.clock_at > timeouts.CLOCK_INTERVAL_S and peer.has_joined:
-                peer.clock_at = now
-                peer.round_trip_ns += _CLOCK_DRIFT_NS  # clocks drift: an old measurement counts less
-                peer.outbox.put(Clock(time.monotonic_ns()))
-            reason = _reason(peer, now)
-            if peer.has_joined and reason and not peer.is_lost:
-                peer.is_lost = True
-                peer.outbox.put(Leave())  # in case it comes back
-                self._on_lost(peer, reason)
-
-    def _flush(self, peer: Peer) -> None:
-        for parts in peer.outbox.due():
-            self._send(peer, parts)
-
-    def _send(self, peer: Peer, parts: Parts) -> None:
-        self._socket.send_multipart([peer.identity, *parts], zmq.NOBLOCK, copy=True)
-
-
-def _reason(peer: Peer, now: float) -> str:
-    """Return why an agent counts as lost; empty if it does not."""
-    if peer.gone_at is not None and now - peer.gone_at > timeouts.NODE_GONE_S:
-        return "its agent was killed, or its network was cut"
-    if now - peer.heard_at > timeouts.NODE_LOST_S:
-        return f"it has given no sign of life for {timeouts.NODE_LOST_S:.0f} s"
-    return ""
-
-
-def heartbeats(link: zmq.Socket[bytes]) -> None:
-    """Let ZeroMQ's own thread notice a dead connection: it needs no Python, which may be busy."""
-    link.setsockopt(zmq.HEARTBEAT_IVL, int(timeouts.LINK_BEAT_S * 1000))
-    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeouts.LINK_SILENCE_S * 1000))
-    link.setsockopt(zmq.HEARTBEAT_TTL, int(timeouts.LINK_SILENCE_S * 1000))
-
-
-def address_for(nodes: Iterable[str]) -> str:
-    """Return the address of this machine that reaches the nodes: ``NBLAUNCH_ADDRESS``, else the usual route's.
-
-    Args:
-        nodes: The nodes' addresses or names.
-
-    Raises:
-        StartError: A name does not resolve, or there is no route.
-    """
-    chosen = os.environ.get("NBLAUNCH_ADDRESS")
-    if chosen:
-        return checked_address("NBLAUNCH_ADDRESS", chosen)
-    found, failed = [], ""
-    for node in nodes:
+    def _send(self, peer: Peer, parts: Sequence[Part]) -> None:
         try:
-            found.append(address_towards(node))
-        except OSError as error:
-            failed = failed or f"no route to {node}: {error}"
-    if not found:
-        raise StartError(
-            f"{failed}. Is the name right? NBLAUNCH_ADDRESS names the address of this machine that nodes reach"
-        )
-    return max(set(found), key=found.count)
+            self._socket.send_multipart([peer.identity, *parts], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # else the connection has ended, and the monitor says so
+                raise
+
+
+# ------------------------------------------------------------------ versions
+def versions_here() -> Versions:
+    """Return the versions of this process, which must be the same on every node."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    packages = _version_of("torch"), _version_of("cloudpickle")
+    return Versions(LINK_PROTOCOL, _version_of("nblaunch"), python, *packages, host=socket.gethostname())
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "none"
+
+
+def difference(there: Versions, here: Versions) -> str:
+    """Return how a node differs from the notebook, and what to do; empty if it does not."""
+    if there.nblaunch != here.nblaunch or there.protocol != here.protocol:
+        return f"has nblaunch {there.nblaunch}, and the notebook {here.nblaunch}: install the same on both"
+    for name in ("python", "torch", "cloudpickle"):
+        theirs, ours = getattr(there, name), getattr(here, name)
+        if theirs == ours:
+            continue
+        if name == "python":
+            return f"has Python {theirs}, and the notebook {ours}: start the agents with the notebook's Python"
+        return f"has {name} {theirs}, and the notebook {ours}: pip install {name}=={ours.partition('+')[0]} there"
+    return ""

@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nblaunch.engines.link import address_for
 from nblaunch.engines.node_workers import NodeWorkers
 from nblaunch.engines.nodes import Nodes
 from nblaunch.engines.protocol import GivenUpError, Order, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
+from nblaunch.machine.network import address_towards, checked_address
 from nblaunch.wire.link_messages import Boot, Preload, Proof
 
 
@@ -268,3 +268,28 @@ def changed_variables() -> dict[str, str]:
         return {}
     born = dict(pair.partition(b"=")[::2] for pair in pairs if pair)
     return {name: value for name, value in os.environ.items() if born.get(os.fsencode(name)) != os.fsencode(value)}
+
+
+def address_for(nodes: Iterable[str]) -> str:
+    """Return the address of this machine that reaches the nodes: ``NBLAUNCH_ADDRESS``, else the usual route's.
+
+    Args:
+        nodes: The nodes' addresses or names.
+
+    Raises:
+        StartError: A name does not resolve, or there is no route.
+    """
+    chosen = os.environ.get("NBLAUNCH_ADDRESS")
+    if chosen:
+        return checked_address("NBLAUNCH_ADDRESS", chosen)
+    found, failed = [], ""
+    for node in nodes:
+        try:
+            found.append(address_towards(node))
+        except OSError as error:
+            failed = failed or f"no route to {node}: {error}"
+    if not found:
+        raise StartError(
+            f"{failed}. Is the name right? NBLAUNCH_ADDRESS names the address of this machine that nodes reach"
+        )
+    return max(set(found), key=found.count)

@@ -1,9 +1,8 @@
-"""The ranks of one group on several nodes, through their agents. Times are in the kernel's clock."""
+"""The kernel's end of one group on several nodes: what the agents have said of its ranks, and copies of their files."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import os
@@ -16,43 +15,179 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nblaunch.engines.agent_files import is_rank_file
 from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
-from nblaunch.engines.node_worker import NodeSampler, NodeSamplers, NodeWorker, append, places_in_words, ranks_in_words
 from nblaunch.engines.nodes import Node, Nodes
-from nblaunch.engines.protocol import GivenUpError, Order, Store, Wakeup
+from nblaunch.engines.protocol import GivenUpError, Order, Store, Stream, Wakeup
+from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_modules import own_files
+from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.delivery import Part
+from nblaunch.wire.debug_messages import ToDebugger
+from nblaunch.wire.display_records import SUFFIXES
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import (
+    AskStacks,
     Blob,
+    Call,
     Closed,
-    End,
     Files,
     FromAgent,
     FromGroup,
     FromRank,
-    LetGo,
     Measure,
     NeedFiles,
     Observed,
+    Part,
     Place,
     Placed,
+    Release,
     Restart,
     SendTasks,
     Stacks,
     Start,
     ToGroup,
     Written,
+    in_other_clock,
 )
-from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, RankStarted, Swept, Task
+from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept, Task
 
 _numbers = itertools.count()
 _log = logging.getLogger(__name__)
+MAX_NAMED_NODES = 8
+"""In the note on where ranks run."""
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def append(path: str, data: Part) -> None:
+    """Append to the copy of a rank's file."""
+    try:
+        fd = os.open(path, _APPENDING, 0o600)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            os.close(fd)
+    except OSError as error:  # a full disk here: the file on the node is complete
+        _log.warning("nblaunch: the copy of %s is incomplete: %s", path, error)
+
+
+def ranks_in_words(ranks: range) -> str:
+    """Return the ranks of a node in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def places_in_words(ranks: Sequence[range], nodes: Sequence[str]) -> str:
+    """Return which ranks run on which node, in words."""
+    where = [f"{ranks_in_words(own)} on {node}" for own, node in zip(ranks, nodes, strict=True)]
+    more = [f"… on {len(nodes)} nodes"] if len(nodes) > MAX_NAMED_NODES else []
+    return ", ".join(where[:MAX_NAMED_NODES] + more)
+
+
+class NodeStacks:
+    """An `engines.protocol.StackDumps` that asks over the link."""
+
+    def __init__(self, ask: Callable[[float], None]) -> None:
+        self.main = ""
+        self.dump: str | None = None
+        self.is_ready = False
+        self._ask = ask
+
+    def ask(self, signal_at: float) -> None:
+        """Ask the agent."""
+        self.dump = None
+        self._ask(max(0.0, signal_at - time.monotonic()))
+
+    def look(self, now: float) -> bool:
+        """Return True if the answer has come."""
+        return self.dump is not None
+
+    def take(self, main: str, dump: str | None) -> None:
+        """Note what the agent has answered."""
+        self.is_ready, self.main = True, main
+        if dump is not None:
+            self.dump = dump
+
+
+class NodeWorker:
+    """One rank of another node, an `engines.protocol.Worker`.
+
+    Args:
+        group: The id of its group.
+        rank: The rank.
+        log_dir: The copies of what it writes, until the first task says otherwise.
+        send: Sends a message to the agent of the rank's node.
+    """
+
+    def __init__(self, group: str, rank: int, log_dir: Path, send: Callable[[ToGroup], None]) -> None:
+        self.rank, self.log_dir = rank, log_dir
+        self.stacks = NodeStacks(lambda after: send(AskStacks(group, rank, after)))
+        self.is_open = True
+        self.has_exited = False
+        self._group, self._send = group, send
+        self._dropped = Dropped()
+        self._begun: Sequence[Begun] = ()
+
+    def interrupt(self, task: int) -> None:
+        """See `engines.protocol.Worker`, as for all below."""
+        self._send(Call(self._group, "interrupt", [task], self.rank))
+
+    def free(self, task: int) -> None:
+        """Ask the agent."""
+        self._send(Call(self._group, "free", [task], self.rank))
+
+    def tell(self, message: ToDebugger) -> None:
+        """Ask the agent."""
+        self._send(Call(self._group, "tell", [message], self.rank))
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        """Ask the agent."""
+        self._send(Call(self._group, "signal", [signum, group], self.rank))
+
+    def turn_to(self, log_dir: Path) -> None:
+        """Follow another task's files and counters."""
+        self.log_dir, self._dropped = log_dir, Dropped()
+
+    def log(self, stream: Stream) -> LogFile:
+        """Return the copy here of what the rank writes."""
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> OutputFile:
+        """Return the copy here; it comes before the record that refers to it."""
+        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+
+    def dropped(self) -> Dropped:
+        """Return what the agent has read last."""
+        return self._dropped
+
+    def collectives(self) -> Sequence[Begun]:
+        """Return what the agent has read last, half a second ago at most."""
+        return self._begun
+
+    def take_counts(self, dropped: Dropped | None, begun: Sequence[Begun] | None) -> None:
+        """Note what the agent has read."""
+        self._dropped = self._dropped if dropped is None else dropped
+        self._begun = self._begun if begun is None else begun
+
+
+class NodeSampler:
+    """An `engines.protocol.Sampler`: the agents measure, and this returns what they have sent last."""
+
+    def __init__(self, end: Callable[[NodeSampler], None]) -> None:
+        self.latest: dict[int, Usage] = {}
+        self._end = end
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the last usage of these ranks."""
+        return [usage for rank, usage in sorted(self.latest.items()) if rank in ranks]
+
+    def close(self) -> None:
+        """Let the agents measure no more. Idempotent."""
+        self._end(self)
 
 
 class NodeWorkers:
@@ -78,7 +213,7 @@ class NodeWorkers:
         """Nodes that are swept or lost."""
         self._stuck: list[int] = []
         self._events: deque[Event] = deque()
-        self._samplers = NodeSamplers(self._measure)
+        self._samplers: list[NodeSampler] = []
         self._changed = threading.Condition()
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
@@ -208,12 +343,12 @@ class NodeWorkers:
         for node, own in zip(self._used, self._order.ranks, strict=True):
             chosen = [rank for rank in ranks if rank in own]
             if chosen:
-                self._send(node, LetGo(self._name, chosen))
+                self._send(node, Call(self._name, "let_go", [chosen]))
 
     def dismiss(self) -> None:
         """Let the ranks exit."""
         for node in self._used:
-            self._send(node, End(self._name, "dismiss"))
+            self._send(node, Call(self._name, "dismiss"))
 
     # -------------------------------------------------------------- events
     def wait(self, seconds: float) -> Iterable[Event]:
@@ -248,15 +383,16 @@ class NodeWorkers:
         if isinstance(message, Written):
             self._copy(message, data)
         elif isinstance(message, FromRank):
-            self._take_from_rank(node, message)
+            self._take_from_rank(message)
         elif isinstance(message, FromGroup):
             self._take_event(node, message.event)
         elif isinstance(message, Observed):
             for rank in {*message.dropped, *message.collectives}:
                 begun = message.collectives.get(rank)
-                local = None if begun is None else [self._in_our_clock(node, each) for each in begun]
+                local = None if begun is None else [in_other_clock(each) for each in begun]
                 self._workers[rank].take_counts(message.dropped.get(rank), local)
-            self._samplers.take(message.usage or ())
+            for sampler in self._samplers:
+                sampler.latest.update({usage.rank: usage for usage in message.usage or ()})
         elif isinstance(message, Stacks):
             self._workers[message.rank].stacks.take(message.main, message.dump)
             self._wake()
@@ -292,8 +428,8 @@ class NodeWorkers:
             else:
                 _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
 
-    def _take_from_rank(self, node: int, message: FromRank) -> None:
-        inner = self._in_our_clock(node, message.message)
+    def _take_from_rank(self, message: FromRank) -> None:
+        inner = in_other_clock(message.message)
         if message.lost:
             self._add(LostDescriptors(message.rank, inner, OSError(message.lost)))
             return
@@ -308,7 +444,7 @@ class NodeWorkers:
         elif isinstance(event, RankExited):
             self._workers[event.rank].has_exited = True
             self._workers[event.rank].is_open = False
-            self._add(self._in_our_clock(node, event))
+            self._add(in_other_clock(event))
         elif isinstance(event, Swept):
             self._stuck += event.stuck
             self._end(node)
@@ -316,17 +452,12 @@ class NodeWorkers:
             self._exit_all(node, "the process that supervises its ranks was killed", time.monotonic())
             self._end(node)
 
-    def _in_our_clock(self, node: int, message: Any) -> Any:
-        offset = self._used[node].peer.offset_ns
-        if isinstance(message, (Done, Failed, RankExited, Begun)):
-            return dataclasses.replace(message, time_ns=message.time_ns + offset)
-        return message
-
     def lose(self, node: int, reason: str) -> None:
         """See `nodes.NodeGroup`."""
         if node >= len(self._used):
             return
-        self._exit_all(node, reason, self._used[node].peer.heard_at)
+        silent_since = time.monotonic() - timeouts.LINK_BEAT_S - timeouts.LINK_SILENCE_S
+        self._exit_all(node, reason, max(silent_since, self._used[node].peer.heard_at))
         self._end(node)
         with self._changed:
             self._changed.notify_all()
@@ -354,7 +485,17 @@ class NodeWorkers:
     # -------------------------------------------------------------- usage
     def sampler(self, device: str, env: Mapping[str, str]) -> NodeSampler:
         """Let the agents measure."""
-        return self._samplers.open(device)
+        sampler = NodeSampler(self._end_sampler)
+        if device != "cpu" or not self._samplers:
+            self._measure(device)
+        self._samplers.append(sampler)
+        return sampler
+
+    def _end_sampler(self, sampler: NodeSampler) -> None:
+        if sampler in self._samplers:
+            self._samplers.remove(sampler)
+            if not self._samplers:
+                self._measure("")
 
     def _measure(self, device: str) -> None:
         for node in self._used:
@@ -372,7 +513,7 @@ class NodeWorkers:
     def abandon(self) -> None:
         """Let the agents kill the ranks."""
         for node in self._used:
-            self._nodes.send(node, End(self._name, "abandon"))
+            self._nodes.send(node, Call(self._name, "abandon"))
 
     def close(self) -> None:
         """Let the agents release everything; ranks that still run are killed."""
@@ -382,7 +523,7 @@ class NodeWorkers:
             self._is_closed = True
         for node in self._used:
             self._nodes.drop(node, self._name)
-            self._nodes.send(node, End(self._name, "close"))
+            self._nodes.send(node, Release(self._name))
         self._nodes.remove(self._name)
         for event in self.drain():
             if isinstance(event, Received):

@@ -10,17 +10,13 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.link import Link, Peer
-from nblaunch.engines.outbox import Message
-from nblaunch.engines.versions import difference, versions_here
+from nblaunch.engines.link import Link, Message, Peer, difference, versions_here
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.delivery import Part
 from nblaunch.wire.link_messages import (
     Blob,
     BlobPart,
@@ -29,11 +25,11 @@ from nblaunch.wire.link_messages import (
     FromAgent,
     Joined,
     Leaving,
+    Part,
     Preload,
     Proof,
     ToGroup,
     Versions,
-    Want,
 )
 
 KEPT_BYTES = 4 << 30
@@ -101,8 +97,6 @@ class Nodes:
         self._by_peer: dict[bytes, Node] = {}
         self._groups: dict[str, NodeGroup] = {}
         self._blobs = BlobStore()
-        self._wanted: dict[tuple[int, str], tuple[str, int]] = {}
-        """By node and key: a blob that the node may ask for, as the group that sends it and a descriptor."""
         self._changed = threading.Condition()
         self._link = Link(address, self._join, self._take, self._lose, proof)
         self.boot: Boot = self._link.boot
@@ -138,10 +132,8 @@ class Nodes:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if every node has joined, and none is lost or will be. Waits for one that may connect again."""
+        """Return True if every node has joined, and none is lost or will be."""
         with self._changed:
-            while any(node.peer.gone_at is not None and not node.lost for node in self._joined):
-                self._changed.wait(timeouts.NODES_POLL_S)
             return len(self._joined) == self.count and not any(node.problem for node in self._joined)
 
     def _join(self, peer: Peer, versions: Versions, load: Callable[[], Joined]) -> None:
@@ -178,8 +170,6 @@ class Nodes:
         self._blobs.drop_of(f"{name}:")
         for node in self._joined:
             node.pinned.pop(name, None)
-        for key in [key for key, (group, _) in self._wanted.items() if group == name]:
-            os.close(self._wanted.pop(key)[1])
 
     def send(self, node: Node, message: ToGroup | Preload) -> None:
         """Send an urgent message."""
@@ -213,7 +203,7 @@ class Nodes:
 
     def drop(self, node: Node, lane: str) -> None:
         """Send no more of what a lane holds."""
-        self._link.drop(node.peer, lane)
+        self._link.act(lambda: node.peer.outbox.drop(lane))
 
     def _with_data(
         self, node: Node, group: str, fds: Sequence[int], build: Callable[[Sequence[Blob]], ToGroup]
@@ -224,11 +214,6 @@ class Nodes:
         for fd, blob in zip(fds, blobs, strict=True):
             if blob.key in node.kept:
                 node.kept.move_to_end(blob.key)
-            elif blob.path:  # perhaps on a disk that the node shares: it asks if it is not
-                _, old = self._wanted.pop((node.index, blob.key), ("", -1))
-                if old >= 0:
-                    os.close(old)
-                self._wanted[node.index, blob.key] = group, os.dup(fd)
             else:
                 yield from self._parts_to(node, fd, blob)
             node.kept[blob.key] = blob.size
@@ -270,8 +255,6 @@ class Nodes:
         if isinstance(message, BlobPart):
             if message.key.partition(":")[0] in self._groups:  # else it has been closed, and will take none
                 self._blobs.add(message, data[0])
-        elif isinstance(message, Want):
-            self._link.send_in(peer, message.key, self._wanted_parts(node, message.key))
         elif isinstance(message, Leaving):
             node.leaving = message.reason
             for group in list(self._groups.values()):
@@ -280,13 +263,6 @@ class Nodes:
             group_of = self._groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
             if group_of is not None:
                 group_of.take(node.index, message, data)  # type: ignore[arg-type]  # as above
-
-    def _wanted_parts(self, node: Node, key: str) -> Iterator[Message]:
-        _, fd = self._wanted.pop((node.index, key))
-        try:
-            yield from parts_of(fd, key, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
 
     def take_parcel(self, parcel: Sequence[Blob]) -> list[int]:
         """Return the descriptors of a parcel that has arrived; the caller closes them.
@@ -313,9 +289,6 @@ class Nodes:
         """Let the agents exit, with their ranks, and stop listening. Idempotent."""
         self._link.close()
         self._blobs.close()
-        for _, fd in self._wanted.values():
-            os.close(fd)
-        self._wanted.clear()
 
 
 def _natural(name: str) -> tuple[str | int, ...]:
@@ -331,15 +304,4 @@ def _close(fds: Sequence[int]) -> None:
 def _blob_of(fd: int) -> Blob:
     """Return the identity of an immutable file: a file in memory has a number that no other gets while it is open."""
     about = os.fstat(fd)
-    key = f"{about.st_dev}:{about.st_ino}:{about.st_ctime_ns}:{about.st_size}"
-    path = _path_of(fd)
-    return Blob(key, about.st_size, path, about.st_mtime_ns if path else 0)
-
-
-def _path_of(fd: int) -> str:
-    """Return the path of a user's file; empty for a file without a name."""
-    try:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
-    return path if Path(path).is_file() else ""
+    return Blob(f"{about.st_dev}:{about.st_ino}:{about.st_ctime_ns}:{about.st_size}", about.st_size)

@@ -54,29 +54,17 @@ BUILD_QUIET_S = 1.0
 SERVER_IDLE_TIMEOUT_S = 600.0
 """Without a launch before a fork server ends; the next cell starts one again."""
 LINK_BEAT_S = 1.0
-"""Between two signs of life on a link between machines, in both directions."""
+"""Between two of ZeroMQ's heartbeats on a link between machines, in both directions."""
 LINK_SILENCE_S = 4.0
-"""Without an answer to ZeroMQ's own heartbeats before it closes a connection, to connect again."""
-LINK_RECONNECT_S = 0.1
-"""Between an agent's attempts to connect."""
-LINK_HANDSHAKE_TIMEOUT_S = 10.0
-"""For a new connection to prove itself."""
-LINK_POLL_S = 0.05
-"""Longest wait of the thread that serves a link, and longest time that it reads without sending."""
-LINK_AWAY_S = 1.0
-"""Of that thread's own absence before it no longer blames silence on the nodes: the kernel was busy."""
-LINK_WINDOW_S = 0.5
-"""How long an urgent message may wait for those that were sent before it: on a slow link they are fewer."""
+"""Without an answer to a heartbeat before ZeroMQ ends a connection, and its node is lost."""
+LINK_CONNECT_TIMEOUT_S = 20.0
+"""For an agent to connect to the kernel, and to prove itself."""
+LINK_READ_S = 0.05
+"""Longest time that the thread of a link reads without sending."""
+LINK_RETRY_S = 0.002
+"""Before messages are sent that ZeroMQ has not taken."""
 LINK_CLOSE_S = 1.0
-"""For the last messages of a link to be sent."""
-CLOCK_INTERVAL_S = 50.0
-"""Between two questions of a node's time."""
-NODE_LOST_S = 6.0
-"""Of an agent's silence before its node counts as lost."""
-NODE_GONE_S = 1.5
-"""After the end of an agent's connection without another one before its node counts as lost."""
-KERNEL_LOST_S = 10.0
-"""Without a connection to the kernel before an agent kills its ranks and exits."""
+"""For the last message of an agent to be sent."""
 QUEUE_POLL_S = 1.0
 """Between two questions about a queued job."""
 NEW_JOB_POLL_S = 0.1
@@ -95,10 +83,6 @@ NODES_POLL_S = 0.2
 """Between two looks at an engine that has not yet started all agents."""
 PLACED_TIMEOUT_S = 130.0
 """For an agent to get the processes that start ranks: its fork server may have to start first."""
-AGENT_REST_S = 8.0
-"""For what a rank has written to be sent after its end, before the middle of long logs is left out."""
-AGENT_FILES_KEPT_S = 24 * 3600.0
-"""How long files stay on a node that an agent has left behind."""
 AGENT_EXIT_TIMEOUT_S = 3.0
 """For agents to exit that were told to, before what has started them is ended."""
 AGENT_POLL_S = 0.05

@@ -25,7 +25,7 @@ from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
-from nblaunch.wire.launch_files import INCOMPLETE, rank_file
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     EndGroup,
     NotStarted,
@@ -78,7 +78,7 @@ def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> 
 def remove_files_of_killed_agent() -> None:
     """Remove the folder of the agent above if it cannot: it was killed."""
     folder, agent = os.environ.get(rank_variables.AGENT_FOLDER), os.environ.get(rank_variables.BELOW_AGENT)
-    if folder and agent and not processes.alive(int(agent)) and not os.path.exists(os.path.join(folder, INCOMPLETE)):
+    if folder and agent and not processes.alive(int(agent)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -13,8 +13,6 @@ from typing import Literal, TypeAlias
 Directory: TypeAlias = "str | os.PathLike[str]"
 RankFile = Literal["out", "err", "spool", "stacks", "error.json"]
 """What a rank writes to fd 1 and fd 2, its reports, its stack dumps, and what torch's ``@record`` writes."""
-INCOMPLETE = "incomplete"
-"""The name of a file in the folder of an agent: the kernel lacks a part of the logs in it, which must stay."""
 LOCK = "live"
 """In the log directory: locked while the directory must not be pruned."""
 

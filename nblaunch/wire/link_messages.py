@@ -1,26 +1,29 @@
-"""The messages between the kernel and the agent of another node. `nblaunch.wire.delivery` numbers them.
+"""The messages between the kernel and the agent of another node.
 
 Bytes travel beside a message, not in it: those of logs, displays, and the parcels of tasks and results.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_modules import OwnFile
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
-from nblaunch.wire.messages import Task
+from nblaunch.wire.messages import Done, Failed, RankExited, Task
 
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
 
+Part = bytes | memoryview
+"""Of a message."""
 Proof = Literal["", "munge"]
-LINK_PROTOCOL = 2
+LINK_PROTOCOL = 3
 """Bump it whenever one of these messages changes."""
 
 
@@ -67,25 +70,10 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """Kernel -> agent: what time is it? Agent -> kernel: the answer, with the question's time."""
-
-    asked_ns: int
-    """The kernel's ``time.monotonic_ns()``."""
-    time_ns: int = 0
-    """The agent's."""
-
-
-@dataclass(frozen=True, slots=True)
 class Preload:
     """Kernel -> agent: import these modules ahead of later launches."""
 
     modules: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Kernel -> agent: kill every rank and exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +100,6 @@ class Blob:
 
     key: str
     size: int
-    path: str = ""
-    """Where the user's file is that it was mapped from, which other nodes may have too; empty: there is none."""
-    modified_ns: int = 0
-    """When that file was last written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """Agent -> kernel: send this blob, which is not on a disk of this node."""
-
-    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +165,6 @@ class SendTasks:
 
 
 @dataclass(frozen=True, slots=True)
-class ToRank:
-    """Pass a message on to a rank: `Interrupt`, `Free`, or one for its debugger."""
-
-    group: str
-    rank: int
-    message: object
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """Signal a rank, or the process group that it leads."""
-
-    group: str
-    rank: int
-    signum: int
-    of_group: bool
-
-
-@dataclass(frozen=True, slots=True)
 class AskStacks:
     """Ask a rank for its stacks."""
 
@@ -226,23 +184,24 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
-    """Let kept ranks exit after their tasks."""
+class Call:
+    """Call a method of a rank's `engines.protocol.Worker`, or of the `Workers` of the node."""
 
     group: str
-    ranks: Sequence[int]
+    method: Literal["interrupt", "free", "tell", "signal", "let_go", "dismiss", "abandon"]
+    arguments: Sequence[Any] = ()
+    rank: int | None = None
+    """None: of the workers."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """End a group."""
+class Release:
+    """Release everything of a group; ranks that still run are killed."""
 
     group: str
-    how: Literal["dismiss", "abandon", "close"]
-    """``dismiss``: let the ranks exit; ``abandon``: kill them; ``close``: release everything."""
 
 
-ToGroup = Place | Files | Start | Restart | SendTasks | ToRank | Signal | AskStacks | Measure | LetGo | End
+ToGroup = Place | Files | Start | Restart | SendTasks | AskStacks | Measure | Call | Release
 
 
 # ------------------------------------------------------------------ groups, agent -> kernel
@@ -329,3 +288,10 @@ class Observed:
 
 
 FromAgent = Placed | NeedFiles | FromGroup | FromRank | Written | Closed | Stacks | Observed
+
+
+def in_other_clock(message: Any) -> Any:
+    """Return a message with the age of its event in place of the time, or the other way round: clocks differ."""
+    if isinstance(message, (Done, Failed, RankExited, Begun)):
+        return replace(message, time_ns=time.monotonic_ns() - message.time_ns)
+    return message

@@ -16,41 +16,38 @@ import pickle
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import zmq
 
 from nblaunch.engines.blob_store import parts_of
-from nblaunch.engines.link import JOIN
-from nblaunch.engines.outbox import Message, Outbox
-from nblaunch.engines.versions import versions_here
+from nblaunch.engines.link import JOIN, Message, Outbox, configure, versions_here
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.transfer.parcel import pack
 from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.delivery import Delivery
 from nblaunch.wire.launch_files import RankFile, rank_file
 from nblaunch.wire.link_messages import (
     Blob,
     Boot,
-    Clock,
+    Call,
     Closed,
-    End,
     FromGroup,
     FromRank,
     Joined,
-    Leave,
     Observed,
+    Part,
     Place,
     Placed,
+    Release,
     SendTasks,
     Start,
-    ToRank,
     Written,
+    in_other_clock,
 )
-from nblaunch.wire.messages import Done, Interrupt, Interrupted, RankExited, RankStarted, Running, Swept, Taken, Task
+from nblaunch.wire.messages import Done, Interrupted, RankExited, RankStarted, Running, Swept, Taken, Task
 
 _LINE = b"step 123456: loss 0.123456 accuracy 0.987654 lr 0.001\n"
 
@@ -59,18 +56,15 @@ class SimulatedAgent:
     """One agent, with ranks that are only numbers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], boot: Boot, number: int, lines: float) -> None:
-        self._delivery = Delivery()
-        self._outbox = Outbox(self._delivery)
+        self._outbox = Outbox()
         self._boot, self._number, self._lines = boot, number, lines
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.CURVE_SERVERKEY, boot.kernel_key.encode())
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, boot.public_key.encode())
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, boot.secret_key.encode())
         self.socket.setsockopt(zmq.ROUTING_ID, os.urandom(12).hex().encode())
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        configure(self.socket)
         self.socket.connect(boot.endpoint)
-        self.has_left = False
         self.messages = self.bytes = 0
         """Sent while ranks ran."""
         self.seconds = 0.0
@@ -83,7 +77,7 @@ class SimulatedAgent:
         """Lines that each rank has printed and this agent has not sent."""
         self._collectives = 0
         self._looked_at = time.monotonic() + random.random() * timeouts.AGENT_POLL_S
-        self._observed_at = self._reported_at = self._beat_at = self._looked_at + random.random()
+        self._observed_at = self._reported_at = self._looked_at + random.random()
 
     def join(self) -> None:
         """Send the first message."""
@@ -96,22 +90,10 @@ class SimulatedAgent:
     def receive(self) -> None:
         """Take what has arrived."""
         while self.socket.poll(0):
-            parts = self.socket.recv_multipart()
-            kind = self._delivery.take(parts)
-            if kind == "request":
-                for again in self._delivery.again():
-                    self.socket.send_multipart(again)
-            elif kind == "new":
-                self._take(pickle.loads(parts[1]))
-        if self._delivery.owes_confirmation:
-            self.socket.send_multipart(self._delivery.confirmation())
+            self._take(pickle.loads(self.socket.recv_multipart()[0]))
 
     def _take(self, message: object) -> None:
-        if isinstance(message, Clock):
-            self._outbox.put(Clock(message.asked_ns, time.monotonic_ns()))
-        elif isinstance(message, Leave):
-            self.has_left = True
-        elif isinstance(message, Place):
+        if isinstance(message, Place):
             self._place, self._swept_after = message, len(message.ranks)
             self._outbox.put(Placed(message.group, store=("10.0.0.0", 1) if message.serves_store else None))
         elif isinstance(message, Start):
@@ -124,9 +106,9 @@ class SimulatedAgent:
                 if task.acknowledge:
                     self._send((FromRank(message.group, rank, Taken(rank, task.task)), ()))
                 self._send((FromRank(message.group, rank, Running(rank, task.task)), ()))
-        elif isinstance(message, ToRank) and isinstance(message.message, Interrupt) and message.rank in self._tasks:
+        elif isinstance(message, Call) and message.method == "interrupt" and message.rank in self._tasks:
             self._outbox.put_in(message.group, self._end(message.group, message.rank))
-        elif isinstance(message, End) and message.how != "dismiss":
+        elif isinstance(message, Release) or (isinstance(message, Call) and message.method == "abandon"):
             self._tasks.clear()
 
     @property
@@ -148,9 +130,9 @@ class SimulatedAgent:
         blob = Blob(f"{group}:{self._number}:{rank}", os.fstat(parcel.fds[0]).st_size)
         yield from parts_of(parcel.fds[0], blob.key, blob.size)
         parcel.close()
-        yield FromRank(group, rank, Done(rank, task, time.monotonic_ns()), [blob]), ()
+        yield FromRank(group, rank, in_other_clock(Done(rank, task, time.monotonic_ns())), [blob]), ()
         yield Closed(group, rank), ()
-        yield FromGroup(group, RankExited(rank, 0, time.monotonic_ns())), ()
+        yield FromGroup(group, in_other_clock(RankExited(rank, 0, time.monotonic_ns()))), ()
         self._swept_after -= 1
         if not self._swept_after:
             yield FromGroup(group, Swept()), ()
@@ -168,14 +150,13 @@ class SimulatedAgent:
         if now - self._observed_at >= timeouts.AGENT_OBSERVE_S and self._tasks:
             self._observed_at = now
             self._observe()
-        if now >= self._beat_at:
-            self._beat_at = now + timeouts.LINK_BEAT_S
-            self.socket.send_multipart(self._delivery.confirmation())
-        for parts in self._outbox.due():
-            if self._tasks:
-                self.messages += 1
-                self.bytes += sum(map(len, parts))
-            self.socket.send_multipart(parts)
+        self._outbox.flush(self._write_out)
+
+    def _write_out(self, parts: Sequence[Part]) -> None:
+        self.socket.send_multipart(parts, zmq.NOBLOCK)
+        if self._tasks:
+            self.messages += 1
+            self.bytes += sum(map(len, parts))
 
     def _print(self, lines: float) -> None:
         printed: dict[int, bytes] = {}
@@ -198,12 +179,12 @@ class SimulatedAgent:
         begun = Begun(
             self._collectives, 12, time.monotonic_ns(), "0", "", "allreduce", "25557032 float32", "<a cell of the user>"
         )
-        observed = Observed(self._place.group, {}, {rank: [begun] for rank in self._tasks})
+        observed = Observed(self._place.group, {}, {rank: [in_other_clock(begun)] for rank in self._tasks})
         self._outbox.put_in(f"{self._place.group} at once", [(observed, ())])
 
 
 def main() -> None:
-    """Serve the kernel until it lets every agent go."""
+    """Serve the kernel until it ends every connection."""
     boot = Boot(**json.loads(sys.stdin.readline()))
     context = zmq.Context()
     agents = [SimulatedAgent(context, boot, number, float(sys.argv[2])) for number in range(int(sys.argv[1]))]
@@ -213,8 +194,8 @@ def main() -> None:
         agent.join()
         by_socket[agent.socket] = agent
         poller.register(agent.socket, zmq.POLLIN)
-    kernel = os.getppid()
-    while os.getppid() == kernel and not all(agent.has_left for agent in agents):
+    ended = agents[0].socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    while not ended.poll(0):
         for socket, _ in poller.poll(5):
             by_socket[socket].receive()
         now = time.monotonic()

@@ -46,12 +46,11 @@ class Machine(KnownMachine):
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         name, address = f"n{number}", f"{cluster.network}.{number}"
-        self.clock_s = 1000 * number
-        """How much later it is there, by the monotonic clock."""
         self._port = f"{cluster.bridge}p{number}"
+        clock_s = 1000 * number  # how much later it is there, by the monotonic clock
         script = f"hostname {name}; {_own_tmp()}; ip link set lo up; {_INIT}"
         self._process = subprocess.Popen(
-            ["unshare", "-npumT", f"--monotonic={self.clock_s}", *_OPTIONS, "bash", "-c", script],
+            ["unshare", "-npumT", f"--monotonic={clock_s}", *_OPTIONS, "bash", "-c", script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +17,10 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from nblaunch.engines.link import JOIN, Link, Peer
-from nblaunch.engines.versions import versions_here
+from nblaunch.engines.link import JOIN, Link, Peer, versions_here
 from nblaunch.machine import munge
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.delivery import Delivery
-from nblaunch.wire.link_messages import Boot, Joined, Proof, Want
+from nblaunch.wire.link_messages import Boot, Joined, Leaving, Proof
 from tests.conftest import eventually
 
 
@@ -55,8 +53,10 @@ def kernel() -> Iterator[Kernel]:
 class Speaker:
     """An agent's end, without an agent."""
 
-    def __init__(self, boot: Boot, endpoint: str | None = None, keys: tuple[bytes, bytes] | None = None) -> None:
-        self.context, self.delivery = zmq.Context(), Delivery()
+    def __init__(
+        self, boot: Boot, endpoint: str | None = None, keys: tuple[bytes, bytes] | None = None, rcvhwm: int = 0
+    ) -> None:
+        self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         public, secret = keys or (boot.public_key.encode(), boot.secret_key.encode())
         self.socket.setsockopt(zmq.CURVE_SERVERKEY, boot.kernel_key.encode())
@@ -64,7 +64,8 @@ class Speaker:
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self.identity, self.proof = os.urandom(12).hex().encode(), b""
         self.socket.setsockopt(zmq.ROUTING_ID, self.identity)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.socket.setsockopt(zmq.RCVHWM, rcvhwm)
         self.socket.connect(endpoint or boot.endpoint)
 
     def join(self) -> None:
@@ -72,10 +73,10 @@ class Speaker:
         self.socket.send_multipart([JOIN, json.dumps(asdict(versions_here())).encode(), self.proof, joined])
 
     def say(self, message: object) -> None:
-        self.socket.send_multipart(self.delivery.wrap([pickle.dumps(message)]))
+        self.socket.send_multipart([pickle.dumps(message)])
 
-    def close(self) -> None:
-        self.context.destroy(linger=0)
+    def close(self, linger: int = 0) -> None:
+        self.context.destroy(linger)
 
 
 class Bomb:
@@ -93,8 +94,8 @@ def works(kernel: Kernel) -> None:
     agent = Speaker(kernel.link.boot)
     heard = len(kernel.heard)
     agent.join()
-    agent.say(Want("a key"))
-    eventually(lambda: kernel.heard[heard:] == [Want("a key")])
+    agent.say(Leaving("a reason"))
+    eventually(lambda: kernel.heard[heard:] == [Leaving("a reason")])
     agent.close()
 
 
@@ -124,11 +125,11 @@ def test_stolen_keys_are_not_enough_where_munge_proves_the_user(slurm_cluster: o
     stolen = munge.credential(boot.text_to_prove(agent.identity)).encode()
     for proof in (b"", b"MUNGE:nonsense:", munge.credential("another text").encode(), stolen):
         thief.socket.send_multipart([JOIN, versions, proof, bomb])
-    thief.socket.send_multipart(thief.delivery.wrap([bomb]))
+    thief.socket.send_multipart([bomb])
     agent.proof = munge.credential(boot.text_to_prove(agent.identity)).encode()
     agent.join()
-    agent.say(Want("a key"))
-    eventually(lambda: kernel.heard == [Want("a key")])
+    agent.say(Leaving("a reason"))
+    eventually(lambda: kernel.heard == [Leaving("a reason")])
     assert len(kernel.joined) == 1
     assert not (tmp_path / "exploded").exists()
     for speaker in (thief, agent):
@@ -176,17 +177,11 @@ class Recorder:
                 record.append(data)
                 target.sendall(data)
 
-    def cut(self) -> None:
-        """Close the connections; another may be made."""
-        for made in self._sockets[1:]:
+    def close(self) -> None:
+        for made in self._sockets:
             with suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)
             made.close()
-        del self._sockets[1:]
-
-    def close(self) -> None:
-        self.cut()
-        self._server.close()
 
 
 @pytest.fixture
@@ -200,9 +195,9 @@ def recorder(kernel: Kernel) -> Iterator[Recorder]:
 def test_a_replay_of_an_agents_bytes_says_nothing(kernel: Kernel, recorder: Recorder) -> None:
     agent = Speaker(kernel.link.boot, recorder.endpoint)
     agent.join()
-    agent.say(Want("a key"))
-    eventually(lambda: kernel.heard == [Want("a key")])
-    assert b"a key" not in b"".join(recorder.recorded)  # it is encrypted
+    agent.say(Leaving("a reason"))
+    eventually(lambda: kernel.heard == [Leaving("a reason")])
+    assert b"a reason" not in b"".join(recorder.recorded)  # it is encrypted
     agent.close()
     address = urlsplit(kernel.link.boot.endpoint)
     with socket.create_connection((address.hostname, address.port or 0)) as replay:
@@ -212,33 +207,52 @@ def test_a_replay_of_an_agents_bytes_says_nothing(kernel: Kernel, recorder: Reco
             while replay.recv(4096):  # until the kernel closes it
                 pass
     works(kernel)
-    assert kernel.heard == [Want("a key")] * 2  # the second is of `works`
+    assert kernel.heard == [Leaving("a reason")] * 2  # the second is of `works`
 
 
-def test_messages_survive_a_connection_that_breaks(kernel: Kernel, recorder: Recorder) -> None:
-    agent = Speaker(kernel.link.boot, recorder.endpoint)
+def test_a_broken_connection_is_a_lost_node(kernel: Kernel) -> None:
+    agent = Speaker(kernel.link.boot)
     agent.join()
-    for number in range(2000):
-        agent.say(Want(str(number)))
-        if number % 400 == 399:
-            recorder.cut()
-            agent.join()  # as agents do: the first may have been lost
-    keys = [str(number) for number in range(2000)]
+    for _ in range(1000):
+        agent.say(Leaving("a reason"))
+    agent.close(1000)
+    eventually(lambda: kernel.lost)
+    assert kernel.lost == ["its agent was killed, or its network was cut"]
+    assert kernel.heard == [Leaving("a reason")] * 1000
+    works(kernel)
 
-    def heard() -> bool:
-        while agent.socket.poll(0):
-            if agent.delivery.take(agent.socket.recv_multipart()) == "request":
-                for again in agent.delivery.again():
-                    agent.socket.send_multipart(again)
-        if not agent.socket.poll(20):
-            if not kernel.heard:
-                agent.join()
-            agent.socket.send_multipart(agent.delivery.confirmation())
-        return wanted(kernel.heard) == keys
 
-    eventually(heard, otherwise=lambda: f"{len(kernel.heard)} messages")
+def test_an_urgent_message_overtakes_a_flood(kernel: Kernel) -> None:
+    def flood() -> Iterator[tuple[object, list[bytes]]]:
+        while True:
+            yield "data", [bytes(1 << 18)]
+
+    agent = Speaker(kernel.link.boot)
+    agent.join()
+    eventually(lambda: kernel.joined)
+    (peer,) = kernel.joined
+    kernel.link.send_in(peer, "a lane", flood())
+    agent.socket.recv_multipart()
+    kernel.link.send(peer, "urgent")
+    before = 0
+    while pickle.loads(agent.socket.recv_multipart()[0]) != "urgent":
+        before += 1
+    assert before < 100
     agent.close()
 
 
-def wanted(messages: Sequence[object]) -> list[str]:
-    return [message.key for message in messages if isinstance(message, Want)]
+def test_a_peer_that_does_not_read_stalls_no_other(kernel: Kernel) -> None:
+    def flood() -> Iterator[tuple[object, list[bytes]]]:
+        while True:
+            yield "data", [bytes(1 << 18)]
+
+    deaf, agent = Speaker(kernel.link.boot, rcvhwm=1), Speaker(kernel.link.boot)
+    deaf.join()
+    eventually(lambda: len(kernel.joined) == 1)
+    agent.join()
+    eventually(lambda: len(kernel.joined) == 2)
+    kernel.link.send_in(kernel.joined[0], "a lane", flood())
+    kernel.link.send_in(kernel.joined[1], "a lane", [(number, ()) for number in range(1000)])
+    assert [pickle.loads(agent.socket.recv_multipart()[0]) for _ in range(1000)] == list(range(1000))
+    for each in (deaf, agent):
+        each.close()

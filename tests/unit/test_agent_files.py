@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nblaunch.engines import agent_files
 from nblaunch.engines.agent_files import _PIECE_BYTES, AgentFiles, AgentFolder
-from nblaunch.engines.outbox import Message
-from nblaunch.machine import timeouts
+from nblaunch.engines.link import Message
+from nblaunch.wire import directory_lock
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import Written
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[AgentFiles]:
-    made = AgentFiles(tmp_path, "a-group", "n1")
+    made = AgentFiles(tmp_path, "a-group")
     yield made
     made.close()
 
 
-def test_what_an_agent_leaves_behind_stays_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_agent_removes_what_a_killed_one_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    living, full, empty = AgentFolder(), AgentFolder(), AgentFolder()
-    AgentFiles(full.path, "a-group", "n1").directory("/kernel")
-    full.close()
-    empty.close()
-    assert set(tmp_path.iterdir()) == {living.path, full.path}
-    full.touch()
-    AgentFolder().close()
-    assert set(tmp_path.iterdir()) == {living.path, full.path}
-    for folder in (living, full):
-        os.utime(folder.path, (0, time.time() - 90_000))
+    living, killed = AgentFolder(), AgentFolder()
+    AgentFiles(killed.path, "a-group").directory("/kernel")
+    assert killed._lock is not None
+    directory_lock.release(killed._lock)
     AgentFolder().close()
     assert set(tmp_path.iterdir()) == {living.path}
     living.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_someone_removes_is_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_someone_removes_is_made_again() -> None:
     folder = AgentFolder()
     shutil.rmtree(folder.path)
-    folder.touch()
-    AgentFiles(folder.path, "a-group", "n1").close()
+    AgentFiles(folder.path, "a-group").close()
     folder.close()
     assert not folder.path.exists()
 
@@ -66,29 +56,9 @@ def taken(messages: list[Message]) -> list[tuple[str, str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-def test_the_middle_of_a_log_that_is_too_far_behind_is_left_out(
-    files: AgentFiles, monkeypatch: pytest.MonkeyPatch, is_over: bool
-) -> None:
-    monkeypatch.setattr(agent_files, "MAX_BACKLOG_BYTES", 4 << 20)
-    monkeypatch.setattr(agent_files, "MAX_LATE_BYTES", 4 << 20)
-    monkeypatch.setattr(timeouts, "AGENT_REST_S", 0.0)
-    log = rank_file(files.directory("/kernel"), 0, "out")
-    log.write_bytes(b"x" * (5 << 20))
-    sent = b"".join(data for _, _, data in taken(list(files.unsent([0], is_over=is_over))))
-    begin, _, end = sent.partition(b"\n[nblaunch: ")
-    said, _, end = end.partition(b"]\n")
-    assert f"are left out here; all is in {log} on n1" in said.decode()
-    assert begin == b"x" * (agent_files._PIECE_BYTES if is_over else 0)
-    assert end == b"x" * (1 << 20)
-    assert files.has_gaps
-    assert not list(files.unsent([0]))
-
-
 def test_a_rank_that_ends_after_a_burst_loses_no_line(files: AgentFiles) -> None:
     rank_file(files.directory("/kernel"), 0, "out").write_bytes(b"x" * (40 << 20))
-    assert sum(len(data) for _, _, data in taken(list(files.unsent([0], is_over=True)))) == 40 << 20
-    assert not files.has_gaps
+    assert sum(len(data) for _, _, data in taken(list(files.unsent([0])))) == 40 << 20
 
 
 def test_lines_of_all_ranks_share_a_message(files: AgentFiles) -> None:
