@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nblaunch.engines.node_workers import NodeWorkers
-from nblaunch.engines.nodes import Nodes
+from nblaunch.engines.nodes import Nodes, NodeWorkers
 from nblaunch.engines.protocol import GivenUpError, Order, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts

@@ -1,54 +1,87 @@
-"""The nodes of one allocation, with an agent on each: what they are, what they have, and the groups that run there."""
+"""The nodes of one allocation, with an agent on each, and the kernel's end of the groups that run there.
+
+Of a group's ranks the kernel has what the agents have said, and copies of their files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
+import logging
 import os
 import re
+import selectors
+import signal
+import socket
 import threading
+import time
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from pathlib import Path
 
+from nblaunch.engines.agent_files import is_rank_file
 from nblaunch.engines.blob_store import BlobStore, parts_of
+from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.engines.link import Link, Message, Peer, difference, versions_here
+from nblaunch.engines.protocol import GivenUpError, Order, Store, Stream, Wakeup
+from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
+from nblaunch.machine.own_modules import own_files
+from nblaunch.machine.usage import Usage
+from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.debug_messages import ToDebugger
+from nblaunch.wire.display_records import SUFFIXES
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import (
+    AskStacks,
     Blob,
     BlobPart,
     Boot,
+    Call,
+    Closed,
     Drop,
+    Files,
     FromAgent,
+    FromGroup,
+    FromRank,
     Joined,
     Leaving,
+    Measure,
+    NeedFiles,
+    Observed,
     Part,
+    Place,
+    Placed,
     Preload,
     Proof,
+    Release,
+    Restart,
+    SendTasks,
+    Stacks,
+    Start,
     ToGroup,
     Versions,
+    Written,
+    in_other_clock,
 )
+from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept, Task
 
+_log = logging.getLogger(__name__)
+_numbers = itertools.count()
 KEPT_BYTES = 4 << 30
 """Of sent data on a node, the least recently used are dropped first."""
 MIN_KEPT_BYTES = 1 << 16
 """Smaller blobs are sent with each task."""
-
-
-class NodeGroup(Protocol):
-    """A group that runs on some of the nodes. Called in the thread of the link."""
-
-    def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
-        """Take a message of an agent, and the bytes beside it."""
-
-    def lose(self, node: int, reason: str) -> None:
-        """A node is lost, with its ranks."""
-
-    def warn(self, node: int, reason: str) -> None:
-        """A node will be lost soon."""
+MAX_NAMED_NODES = 8
+"""In the note on where ranks run."""
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(slots=True)
@@ -95,7 +128,7 @@ class Nodes:
         self.problems: dict[str, str] = {}
         self._joined: list[Node] = []
         self._by_peer: dict[bytes, Node] = {}
-        self._groups: dict[str, NodeGroup] = {}
+        self._groups: dict[str, NodeWorkers] = {}
         self._blobs = BlobStore()
         self._changed = threading.Condition()
         self._link = Link(address, self._join, self._take, self._lose, proof)
@@ -151,7 +184,7 @@ class Nodes:
             self._changed.notify_all()
 
     # -------------------------------------------------------------- groups
-    def add(self, name: str, group: NodeGroup) -> None:
+    def add(self, name: str, group: NodeWorkers) -> None:
         """Pass on to a group what agents say of it."""
         self._groups[name] = group
 
@@ -305,3 +338,474 @@ def _blob_of(fd: int) -> Blob:
     """Return the identity of an immutable file: a file in memory has a number that no other gets while it is open."""
     about = os.fstat(fd)
     return Blob(f"{about.st_dev}:{about.st_ino}:{about.st_ctime_ns}:{about.st_size}", about.st_size)
+
+
+# ------------------------------------------------------------------ the ranks of a group
+def append(path: str, data: Part) -> None:
+    """Append to the copy of a rank's file."""
+    try:
+        fd = os.open(path, _APPENDING, 0o600)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            os.close(fd)
+    except OSError as error:  # a full disk here: the file on the node is complete
+        _log.warning("nblaunch: the copy of %s is incomplete: %s", path, error)
+
+
+def ranks_in_words(ranks: range) -> str:
+    """Return the ranks of a node in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def places_in_words(ranks: Sequence[range], nodes: Sequence[str]) -> str:
+    """Return which ranks run on which node, in words."""
+    where = [f"{ranks_in_words(own)} on {node}" for own, node in zip(ranks, nodes, strict=True)]
+    more = [f"… on {len(nodes)} nodes"] if len(nodes) > MAX_NAMED_NODES else []
+    return ", ".join(where[:MAX_NAMED_NODES] + more)
+
+
+class NodeStacks:
+    """An `engines.protocol.StackDumps` that asks over the link."""
+
+    def __init__(self, ask: Callable[[float], None]) -> None:
+        self.main = ""
+        self.dump: str | None = None
+        self.is_ready = False
+        self._ask = ask
+
+    def ask(self, signal_at: float) -> None:
+        """Ask the agent."""
+        self.dump = None
+        self._ask(max(0.0, signal_at - time.monotonic()))
+
+    def look(self, now: float) -> bool:
+        """Return True if the answer has come."""
+        return self.dump is not None
+
+    def take(self, main: str, dump: str | None) -> None:
+        """Note what the agent has answered."""
+        self.is_ready, self.main = True, main
+        if dump is not None:
+            self.dump = dump
+
+
+class NodeWorker:
+    """One rank of another node, an `engines.protocol.Worker`.
+
+    Args:
+        group: The id of its group.
+        rank: The rank.
+        log_dir: The copies of what it writes, until the first task says otherwise.
+        send: Sends a message to the agent of the rank's node.
+    """
+
+    def __init__(self, group: str, rank: int, log_dir: Path, send: Callable[[ToGroup], None]) -> None:
+        self.rank, self.log_dir = rank, log_dir
+        self.stacks = NodeStacks(lambda after: send(AskStacks(group, rank, after)))
+        self.is_open = True
+        self.has_exited = False
+        self._group, self._send = group, send
+        self._dropped = Dropped()
+        self._begun: Sequence[Begun] = ()
+
+    def interrupt(self, task: int) -> None:
+        """See `engines.protocol.Worker`, as for all below."""
+        self._send(Call(self._group, "interrupt", [task], self.rank))
+
+    def free(self, task: int) -> None:
+        """Ask the agent."""
+        self._send(Call(self._group, "free", [task], self.rank))
+
+    def tell(self, message: ToDebugger) -> None:
+        """Ask the agent."""
+        self._send(Call(self._group, "tell", [message], self.rank))
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        """Ask the agent."""
+        self._send(Call(self._group, "signal", [signum, group], self.rank))
+
+    def turn_to(self, log_dir: Path) -> None:
+        """Follow another task's files and counters."""
+        self.log_dir, self._dropped = log_dir, Dropped()
+
+    def log(self, stream: Stream) -> LogFile:
+        """Return the copy here of what the rank writes."""
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> OutputFile:
+        """Return the copy here; it comes before the record that refers to it."""
+        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+
+    def dropped(self) -> Dropped:
+        """Return what the agent has read last."""
+        return self._dropped
+
+    def collectives(self) -> Sequence[Begun]:
+        """Return what the agent has read last, half a second ago at most."""
+        return self._begun
+
+    def take_counts(self, dropped: Dropped | None, begun: Sequence[Begun] | None) -> None:
+        """Note what the agent has read."""
+        self._dropped = self._dropped if dropped is None else dropped
+        self._begun = self._begun if begun is None else begun
+
+
+class NodeSampler:
+    """An `engines.protocol.Sampler`: the agents measure, and this returns what they have sent last."""
+
+    def __init__(self, end: Callable[[NodeSampler], None]) -> None:
+        self.latest: dict[int, Usage] = {}
+        self._end = end
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the last usage of these ranks."""
+        return [usage for rank, usage in sorted(self.latest.items()) if rank in ranks]
+
+    def close(self) -> None:
+        """Let the agents measure no more. Idempotent."""
+        self._end(self)
+
+
+class NodeWorkers:
+    """The ranks of one group, through their agents: an `engines.protocol.Workers`. Times are in the kernel's clock.
+
+    Args:
+        nodes: The nodes.
+        order: The group to start.
+        wakeup: Ends `wait`.
+    """
+
+    def __init__(self, nodes: Nodes, order: Order, wakeup: Wakeup) -> None:
+        self.has_begun = False
+        self._nodes, self._order, self._wakeup = nodes, order, wakeup
+        self._name = f"{order.launch_id}.{next(_numbers)}"  # a launch may have several attempts
+        self._used: list[Node] = nodes.joined[: len(order.ranks)]
+        self._workers: dict[int, NodeWorker] = {}
+        self._log_dirs = {order.log_dir}
+        self._placed: dict[int, Placed] = {}
+        self._heard_at = [time.monotonic()] * len(self._used)
+        """When the ranks of each node were heard of last."""
+        self._over: set[int] = set()
+        """Nodes that are swept or lost."""
+        self._stuck: list[int] = []
+        self._events: deque[Event] = deque()
+        self._samplers: list[NodeSampler] = []
+        self._changed = threading.Condition()
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._read, selectors.EVENT_READ)
+        self._selector.register(wakeup, selectors.EVENT_READ)
+        self._is_closed = False
+        self._modules = own_files()
+        nodes.add(self._name, self)
+        for node, ranks in zip(self._used, order.ranks, strict=True):
+            self._nodes.send(
+                node,
+                Place(
+                    self._name,
+                    order.world_size,
+                    ranks,
+                    order.method,
+                    order.process,
+                    order.envs[node.index],
+                    order.named,
+                    order.log_dir,
+                    order.is_kept,
+                    serves_store=node.index == 0,
+                    modules=self._modules,
+                ),
+            )
+
+    # -------------------------------------------------------------- starting
+    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
+        """Wait until every node has what starts its ranks; return the store that the first one serves."""
+        deadline = time.monotonic() + timeouts.PLACED_TIMEOUT_S
+        with self._changed:
+            while len(self._placed) < len(self._used):
+                lost = [f"node {node.machine.name} is lost: {node.lost}" for node in self._used if node.lost]
+                if give_up():
+                    raise GivenUpError("the ranks are not wanted any more")
+                if lost or time.monotonic() > deadline:
+                    waiting = [node.machine.name for node in self._used if node.index not in self._placed]
+                    no_answer = (
+                        f"{', '.join(waiting)}: no answer within {timeouts.PLACED_TIMEOUT_S:.0f} s. Does `import "
+                        "torch` hang there? `%distributed release` frees the nodes, and the next launch starts others"
+                    )
+                    raise StartError(lost[0] if lost else no_answer)
+                self._changed.wait(timeouts.NODES_POLL_S)
+        for node in self._used:
+            if refusal := self._placed[node.index].refusal:
+                raise StartError(f"{node.machine.name}: {refusal}")
+        self.has_begun = True
+        store = self._placed[self._used[0].index].store
+        assert store is not None
+        return Store(*store)
+
+    @property
+    def notes(self) -> list[str]:
+        """Where the ranks run, and what their agents have noted."""
+        names = [node.machine.name for node in self._used]
+        noted = [placed.note for placed in self._placed.values() if placed.note]
+        return [places_in_words(self._order.ranks, names), *noted]
+
+    def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[NodeWorker]:
+        """Let each agent start its ranks."""
+        for node, ranks in zip(self._used, self._order.ranks, strict=True):
+            for rank in ranks:
+                self._workers[rank] = self._worker(rank, node)
+            self._nodes.send(node, Start(self._name, {rank: environment(rank) for rank in ranks}))
+        return list(self._workers.values())
+
+    def _worker(self, rank: int, node: Node) -> NodeWorker:
+        return NodeWorker(self._name, rank, Path(self._order.log_dir), lambda message: self._nodes.send(node, message))
+
+    def restart(self, rank: int, environment: Mapping[str, str]) -> NodeWorker:
+        """Let the agent of the rank's node start it again."""
+        node = self._node_of(rank)
+        if node.lost:
+            raise StartError(
+                f"rank {rank} cannot start again: node {node.machine.name} is lost ({node.lost}). A restart of all "
+                "ranks gets new nodes"
+            )
+        self._workers[rank] = self._worker(rank, node)
+        self._send(node, Restart(self._name, rank, environment))
+        return self._workers[rank]
+
+    @property
+    def heard_at(self) -> float:
+        """See `engines.protocol.Workers`."""
+        return min((at for node, at in enumerate(self._heard_at) if node not in self._over), default=0.0)
+
+    def listen_to(self, wakeup: Wakeup) -> None:
+        """Watch another wakeup in place of the present one."""
+        with contextlib.suppress(KeyError, ValueError):  # closed meanwhile
+            self._selector.unregister(self._wakeup)
+        self._wakeup = wakeup
+        self._selector.register(wakeup, selectors.EVENT_READ)
+
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
+        """Send each node its tasks, and the data that it lacks."""
+        by_rank = dict(zip(self._workers, tasks, strict=True))
+        for rank, task in by_rank.items():
+            if task.log_dir:
+                self._log_dirs.add(task.log_dir)
+                self._workers[rank].turn_to(Path(task.log_dir))
+        for node, ranks in zip(self._used, self._order.ranks, strict=True):
+            if node.index in self._over:
+                continue
+            own = [by_rank[rank] for rank in ranks]
+
+            def build(blobs: Sequence[Blob], own: Sequence[Task] = own) -> ToGroup:
+                return SendTasks(self._name, own, blobs)
+
+            fail = partial(self._fail, node)
+            self._nodes.send_data(node, self._name, parcel, build, fail)
+
+    def _send(self, node: Node, message: ToGroup) -> None:
+        """Send a message behind the data that was sent before."""
+        self._nodes.send_in(node, self._name, message)
+
+    def _fail(self, node: Node, reason: str) -> None:
+        """Report that a node does not get the task. In the thread of the link."""
+        self._add(NotStarted(-1, f"the task could not be sent to {node.machine.name}: {reason}"))
+
+    def _node_of(self, rank: int) -> Node:
+        return next(node for node, ranks in zip(self._used, self._order.ranks, strict=True) if rank in ranks)
+
+    def let_go(self, ranks: Collection[int]) -> None:
+        """Let these ranks exit."""
+        for node, own in zip(self._used, self._order.ranks, strict=True):
+            chosen = [rank for rank in ranks if rank in own]
+            if chosen:
+                self._send(node, Call(self._name, "let_go", [chosen]))
+
+    def dismiss(self) -> None:
+        """Let the ranks exit."""
+        for node in self._used:
+            self._send(node, Call(self._name, "dismiss"))
+
+    # -------------------------------------------------------------- events
+    def wait(self, seconds: float) -> Iterable[Event]:
+        """Wait for what the agents send."""
+        for key, _ in self._selector.select(0.0 if self._events else seconds):
+            if key.fileobj is self._read:
+                with contextlib.suppress(BlockingIOError):
+                    self._read.recv(4096)
+            else:
+                self._wakeup.clear()
+        return self.drain()
+
+    def drain(self) -> Iterable[Event]:
+        """Return what has arrived: an agent sends a rank's messages before its exit."""
+        while self._events:
+            yield self._events.popleft()
+
+    def _add(self, event: Event) -> None:
+        with self._changed:
+            is_wanted = not self._is_closed
+            if is_wanted:
+                self._events.append(event)
+        if not is_wanted and isinstance(event, Received):
+            event.parcel.close()
+        self._wake()
+
+    # -------------------------------------------------------------- in the thread of the link
+    def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
+        """In the thread of the link."""
+        if isinstance(message, (Written, FromRank, FromGroup)):  # not `Observed`, which needs no reaper
+            self._heard_at[node] = time.monotonic()
+        if isinstance(message, Written):
+            self._copy(message, data)
+        elif isinstance(message, FromRank):
+            self._take_from_rank(message)
+        elif isinstance(message, FromGroup):
+            self._take_event(node, message.event)
+        elif isinstance(message, Observed):
+            for rank in {*message.dropped, *message.collectives}:
+                begun = message.collectives.get(rank)
+                local = None if begun is None else [in_other_clock(each) for each in begun]
+                self._workers[rank].take_counts(message.dropped.get(rank), local)
+            for sampler in self._samplers:
+                sampler.latest.update({usage.rank: usage for usage in message.usage or ()})
+        elif isinstance(message, Stacks):
+            self._workers[message.rank].stacks.take(message.main, message.dump)
+            self._wake()
+        elif isinstance(message, NeedFiles):
+            self._send_files(node, message.digests)
+        elif isinstance(message, Closed):
+            self._workers[message.rank].is_open = False
+        else:
+            with self._changed:
+                self._placed[node] = message
+                self._changed.notify_all()
+
+    def _send_files(self, node: int, digests: Sequence[bytes]) -> None:
+        """Answer an agent that lacks files of the user's modules."""
+        paths = {file.digest: file.path for file in self._modules}
+        contents = {}
+        for digest in digests:
+            with contextlib.suppress(OSError):  # removed meanwhile: importing it fails there
+                contents[digest] = Path(paths[digest]).read_bytes()
+        self._nodes.send(self._used[node], Files(self._name, contents))
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of wakeups, or closed
+            self._write.send(b"!")
+
+    def _copy(self, message: Written, data: Sequence[Part]) -> None:
+        """Append to the copies of ranks' files."""
+        rest = memoryview(data[0])
+        for file, size in message.files:
+            own, rest = rest[:size], rest[size:]
+            if message.log_dir in self._log_dirs and is_rank_file(file):
+                append(os.path.join(message.log_dir, file), own)
+            else:
+                _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
+
+    def _take_from_rank(self, message: FromRank) -> None:
+        inner = in_other_clock(message.message)
+        if message.lost:
+            self._add(LostDescriptors(message.rank, inner, OSError(message.lost)))
+            return
+        try:
+            self._add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
+        except OSError as error:
+            self._add(LostDescriptors(message.rank, inner, error))
+
+    def _take_event(self, node: int, event: object) -> None:
+        if isinstance(event, (RankStarted, NotStarted)):
+            self._add(event)
+        elif isinstance(event, RankExited):
+            self._workers[event.rank].has_exited = True
+            self._workers[event.rank].is_open = False
+            self._add(in_other_clock(event))
+        elif isinstance(event, Swept):
+            self._stuck += event.stuck
+            self._end(node)
+        else:  # its reaper is dead
+            self._exit_all(node, "the process that supervises its ranks was killed", time.monotonic())
+            self._end(node)
+
+    def lose(self, node: int, reason: str) -> None:
+        """In the thread of the link."""
+        if node >= len(self._used):
+            return
+        silent_since = time.monotonic() - timeouts.LINK_BEAT_S - timeouts.LINK_SILENCE_S
+        self._exit_all(node, reason, max(silent_since, self._used[node].peer.heard_at))
+        self._end(node)
+        with self._changed:
+            self._changed.notify_all()
+
+    def warn(self, node: int, reason: str) -> None:
+        """In the thread of the link."""
+        self._add(NodeLeaving(reason))
+
+    def _exit_all(self, node: int, reason: str, since: float) -> None:
+        """Report the exit of every rank of a node at its last sign of life: before the errors that follow from it."""
+        ranks = self._order.ranks[node]
+        verb = "is" if len(ranks) == 1 else "are"
+        said = f"{ranks_in_words(ranks)} {verb} lost with node {self._used[node].machine.name}: {reason}"
+        for rank in ranks:
+            worker = self._workers.get(rank)
+            if worker is not None and not worker.has_exited:
+                worker.has_exited, worker.is_open = True, False
+                self._add(RankExited(rank, -signal.SIGKILL, int(since * 1e9), lost=said))
+
+    def _end(self, node: int) -> None:
+        self._over.add(node)
+        if len(self._over) == len(self._used):
+            self._add(Swept(tuple(self._stuck)))
+
+    # -------------------------------------------------------------- usage
+    def sampler(self, device: str, env: Mapping[str, str]) -> NodeSampler:
+        """Let the agents measure."""
+        sampler = NodeSampler(self._end_sampler)
+        if device != "cpu" or not self._samplers:
+            self._measure(device)
+        self._samplers.append(sampler)
+        return sampler
+
+    def _end_sampler(self, sampler: NodeSampler) -> None:
+        if sampler in self._samplers:
+            self._samplers.remove(sampler)
+            if not self._samplers:
+                self._measure("")
+
+    def _measure(self, device: str) -> None:
+        for node in self._used:
+            self._nodes.send(node, Measure(self._name, device))
+
+    # -------------------------------------------------------------- trouble, and the end
+    def nudge(self) -> str | None:
+        """Nothing can be done from here."""
+        return "the nodes have not answered: waiting"
+
+    def forsake(self) -> bool:
+        """The agents replace their fork servers themselves."""
+        return False
+
+    def abandon(self) -> None:
+        """Let the agents kill the ranks."""
+        for node in self._used:
+            self._nodes.send(node, Call(self._name, "abandon"))
+
+    def close(self) -> None:
+        """Let the agents release everything; ranks that still run are killed."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for node in self._used:
+            self._nodes.drop(node, self._name)
+            self._nodes.send(node, Release(self._name))
+        self._nodes.remove(self._name)
+        for event in self.drain():
+            if isinstance(event, Received):
+                event.parcel.close()
+        self._selector.close()
+        self._read.close()
+        self._write.close()

@@ -30,7 +30,7 @@ from nblaunch.engines import current
 from nblaunch.engines.command_starter import Command, CommandStarter
 from nblaunch.engines.group_events import Received
 from nblaunch.engines.node_engine import NodeEngine
-from nblaunch.engines.node_workers import NodeWorkers
+from nblaunch.engines.nodes import NodeWorkers
 from nblaunch.engines.protocol import Order, Worker
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch import frontend
