@@ -31,12 +31,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.engines.agent_files import AgentFiles, AgentFolder, OwnModules
 from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.group_events import Event, Lost, LostDescriptors, Received
 from nblaunch.engines.link import JOIN, Message, Outbox, configure, versions_here
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.local_workers import LocalWorkers
-from nblaunch.engines.protocol import Order
+from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Received
 from nblaunch.machine import munge, timeouts
 from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.network import address_towards, interface_of

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.fork_servers import Reaper, servers
-from nblaunch.engines.group_events import Descriptors, Event, Lost, LostDescriptors, Received
 from nblaunch.engines.local_worker import LocalWorker
-from nblaunch.engines.protocol import Order, Store, Wakeup
+from nblaunch.engines.protocol import Descriptors, Event, Lost, LostDescriptors, Order, Received, Store, Wakeup
 from nblaunch.engines.rendezvous import Rendezvous
 from nblaunch.errors import StartError
 from nblaunch.machine import named_resources, timeouts

@@ -25,9 +25,19 @@ from pathlib import Path
 
 from nblaunch.engines.agent_files import is_rank_file
 from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.engines.link import Link, Message, Peer, difference, versions_here
-from nblaunch.engines.protocol import GivenUpError, Order, Store, Stream, Wakeup
+from nblaunch.engines.protocol import (
+    Descriptors,
+    Event,
+    GivenUpError,
+    LostDescriptors,
+    NodeLeaving,
+    Order,
+    Received,
+    Store,
+    Stream,
+    Wakeup,
+)
 from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts

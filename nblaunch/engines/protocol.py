@@ -6,18 +6,18 @@ on any machine. A group is used from one thread; `Workers.wait` returns its even
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from nblaunch.engines.group_events import Event
 from nblaunch.errors import StartError
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.drops import Dropped
-from nblaunch.wire.messages import Payload, Task
+from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
 
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
@@ -136,6 +136,61 @@ class Worker(Protocol):
 
     def collectives(self) -> Sequence[Begun]:
         """Return the last collective that the rank has begun in each process group, the latest first."""
+
+
+# ------------------------------------------------------------------ events
+class Descriptors:
+    """What has arrived with a message: descriptors of files in this machine's memory, which their holder closes."""
+
+    def __init__(self, fds: Sequence[int] = ()) -> None:
+        self._fds = list(fds)
+
+    def __bool__(self) -> bool:
+        return bool(self._fds)
+
+    def take(self) -> list[int]:
+        """Return the descriptors, which the caller closes; none at the next call."""
+        taken, self._fds = self._fds, []
+        return taken
+
+    def close(self) -> None:
+        """Close the descriptors, unless they were taken. Idempotent."""
+        for fd in self.take():
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A rank has sent a message. The receiver takes or closes the parcel."""
+
+    rank: int
+    message: object
+    parcel: Descriptors
+
+
+@dataclass(frozen=True, slots=True)
+class LostDescriptors:
+    """A message has arrived without its descriptors: this process may not open that many."""
+
+    rank: int
+    message: object
+    error: OSError
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The process that supervises the ranks is dead, and the ranks with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node is being taken back, with its ranks: they have as long as its engine grants them."""
+
+    reason: str
+
+
+Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | NodeLeaving | Lost
+"""What `Workers.wait` returns. `Swept` and `Lost` are the last event of a group."""
 
 
 # ------------------------------------------------------------------ the ranks of a group

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from nblaunch.engines.group_events import Event, Lost
-from nblaunch.engines.protocol import Worker, Workers
+from nblaunch.engines.protocol import Event, Lost, Worker, Workers
 from nblaunch.errors import StartError
 from nblaunch.launch.views.events import RankState, RankStatus
 from nblaunch.machine import timeouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from nblaunch.engines.group_events import Descriptors
+from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
 from nblaunch.launch.views.events import RankState

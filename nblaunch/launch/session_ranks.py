@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.group_events import NodeLeaving
-from nblaunch.engines.protocol import Engine, Order
+from nblaunch.engines.protocol import Engine, NodeLeaving, Order
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
+from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.launch import failures
 from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands

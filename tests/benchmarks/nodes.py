@@ -28,10 +28,9 @@ from typing import Any, Literal
 import nblaunch
 from nblaunch.engines import current
 from nblaunch.engines.command_starter import Command, CommandStarter
-from nblaunch.engines.group_events import Received
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.nodes import NodeWorkers
-from nblaunch.engines.protocol import Order, Worker
+from nblaunch.engines.protocol import Order, Received, Worker
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch import frontend
 from nblaunch.launch.commands import Commands

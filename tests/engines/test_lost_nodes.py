@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import nblaunch
 from nblaunch.engines import current
-from nblaunch.engines.group_events import NodeLeaving
 from nblaunch.engines.node_engine import NodeEngine
+from nblaunch.engines.protocol import NodeLeaving
 from nblaunch.errors import LaunchStoppedError, NodeLostError, RankLostError, StartError
 from tests.conftest import eventually
 from tests.engines.agents import MachineStarter, have_begun

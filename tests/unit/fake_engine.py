@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.group_events import Descriptors, Event, Lost, Received
-from nblaunch.engines.protocol import Body, Order, Store, Stream, Wakeup
+from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Store, Stream, Wakeup
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun

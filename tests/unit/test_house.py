@@ -325,7 +325,7 @@ def test_only_the_engine_and_its_reapers_compare_start_methods() -> None:
 
 
 def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
-    seam = {"nblaunch.engines.current", "nblaunch.engines.group_events", "nblaunch.engines.protocol"}
+    seam = {"nblaunch.engines.current", "nblaunch.engines.protocol"}
     found = {
         f"{module.name}: {target}"
         for module in MODULES

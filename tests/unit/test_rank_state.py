@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.engines.group_events import Descriptors
+from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
 from nblaunch.launch.rank_state import Rank
 from nblaunch.wire.messages import Done, Failed, RankExited

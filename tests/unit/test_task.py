@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.engines.group_events import LostDescriptors
+from nblaunch.engines.protocol import LostDescriptors
 from nblaunch.errors import StartError
 from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
