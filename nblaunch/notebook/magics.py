@@ -205,7 +205,7 @@ class DistributedMagics(Magics):
         action="store_true",
         help="with --export: also write a job file for Slurm, with the options of --engine 'slurm ...'",
     )
-    @argument("--force", action="store_true", help="with --export: replace files that no export has written")
+    @argument("--force", action="store_true", help="with --export: replace files that exist")
     @line_cell_magic
     @no_var_expand
     @output_can_be_silenced

@@ -213,21 +213,18 @@ def dump(build: Callable[[Found], Any]) -> bytes:
     return file.getvalue()
 
 
-def explain(
-    obj: Any, name: str, home: Home | None = None, attempt: Callable[[Any], Exception | None] | None = None
-) -> UnsendableError | None:
+def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | None:
     """Return why `obj` cannot be pickled, with the path of the part at fault; None if it can.
 
     Args:
         obj: The object.
         name: The user's name for it, which begins the path.
         home: See `Pickler`.
-        attempt: Returns the exception that pickling a part raises. Default: that of `Pickler`.
     """
-    error = _attempt(obj, home) if attempt is None else attempt(obj)
+    error = _attempt(obj, home)
     if error is None:
         return None
-    path, leaf, error = _culprit(obj, name, error, set(), 0, attempt or _attempt)
+    path, leaf, error = _culprit(obj, name, error, set(), 0)
     if isinstance(error, reducers.RefusedError):
         return UnsendableError(path, f", {error}", error.advice)
     return UnsendableError(path, f", {describe(leaf)}, which cannot be sent to another process ({_brief(error)})")
@@ -260,9 +257,7 @@ def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
     return None
 
 
-def _culprit(
-    obj: Any, path: str, error: Exception, seen: set[int], depth: int, attempt: Callable[[Any], Exception | None]
-) -> tuple[str, Any, Exception]:
+def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) -> tuple[str, Any, Exception]:
     """Return the innermost part that cannot be pickled: its path, the part, and its exception."""
     if depth == _MAX_EXPLAINED_DEPTH or id(obj) in seen:
         return path, obj, error
@@ -270,9 +265,9 @@ def _culprit(
         return path, obj, error
     seen.add(id(obj))
     for template, part in _parts(obj):
-        inner = attempt(part)
+        inner = _attempt(part)
         if inner is not None:
-            return _culprit(part, template.format(path), inner, seen, depth + 1, attempt)
+            return _culprit(part, template.format(path), inner, seen, depth + 1)
     return path, obj, error
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import symtable
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
 """Symbol tables of comprehensions, which run where they stand."""
-SHELL = "get_ipython"
+_SHELL = "get_ipython"
 """What IPython's translation of ``%magic``, ``!command`` and ``name?`` calls."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,44 +77,40 @@ class Statement:
         return ast.Module([*self.nodes], [])
 
     @property
-    def value(self) -> ast.expr | None:
-        """What it assigns to a single name, or to a tuple of names; None if it does something else."""
-        return self._assignment[1]
+    def is_import(self) -> bool:
+        return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in self.nodes)
 
-    @property
-    def targets(self) -> tuple[str, ...] | None:
-        """The names of the tuple that it assigns to; None if it assigns to a single name."""
-        target = self._assignment[0]
-        return tuple(ast.unparse(each) for each in target.elts) if isinstance(target, ast.Tuple) else None
+    def defines(self, name: str, value: Any) -> bool:
+        """Return True unless a function or class of the notebook has another source than this statement."""
+        nodes = [node for node in self.nodes if isinstance(node, _DEFINITIONS) and node.name == name]
+        if not nodes:
+            return name not in self.reads  # such as `f = compiled(f)`, which is half of the definition
+        members = vars(value).values() if isinstance(value, type) else [value]
+        functions = [each for each in map(inspect.unwrap, filter(callable, members)) if _is_of_main(each)]
+        return any(node.decorator_list for node in nodes) or not functions or any(map(self._has, functions))
 
-    @property
-    def _assignment(self) -> tuple[ast.expr | None, ast.expr | None]:
-        node = self.nodes[0] if len(self.nodes) == 1 else None
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            return node.target, node.value
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        is_tuple = isinstance(target, ast.Tuple) and all(isinstance(each, ast.Name) for each in target.elts)
-        if isinstance(node, ast.Assign) and (isinstance(target, ast.Name) or is_tuple):
-            return target, node.value
-        return None, None
+    def _has(self, function: types.FunctionType) -> bool:
+        try:
+            return inspect.getsource(function).strip() in self.text
+        except OSError:  # such as of a cell under %%time
+            return True
 
-    @functools.cached_property
-    def codes(self) -> list[types.CodeType]:
-        """The code of the functions and class bodies in it."""
-        return list(inner_codes(compile(self.tree, "", "exec")))
-
-    def shell_line(self) -> tuple[int, str] | None:
-        """Return the number and the text of its first line in IPython's syntax; None if it has none."""
+    def shell_line(self) -> str:
+        """Return its first line in IPython's syntax, with its number; empty if it has none."""
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name) and node.id == SHELL:
+            if isinstance(node, ast.Name) and node.id == _SHELL:
                 typed, python = self.cell.typed.splitlines(), self.cell.python.splitlines()
                 lines = typed if len(typed) == len(python) else python
-                return node.lineno, lines[node.lineno - 1].strip()
-        return None
+                return f"{self.cell.label}, line {node.lineno}: `{lines[node.lineno - 1].strip()}`"
+        return ""
 
     @functools.cached_property
     def _table(self) -> symtable.SymbolTable:
         return symtable.symtable(ast.unparse(self.tree), "", "exec")
+
+
+def _is_of_main(thing: Any) -> bool:
+    return isinstance(thing, types.FunctionType) and thing.__module__ == "__main__"
 
 
 def statements_of(cells: Sequence[CellSource]) -> list[Statement]:
@@ -199,26 +198,3 @@ def changed_names(tree: ast.AST, table: symtable.SymbolTable) -> set[str]:
     deleted = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)]
     names = {target.id for target in (*targets, *deleted) if isinstance(target, ast.Name)}
     return names.intersection(global_names(table, reads=False))
-
-
-def inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code objects inside a code object."""
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from inner_codes(constant)
-
-
-def is_same_code(one: types.CodeType, other: types.CodeType) -> bool:
-    """Return True if two code objects differ at most in their file and lines."""
-    return _content(one) == _content(other)
-
-
-def _content(code: types.CodeType) -> tuple[object, ...]:
-    has_line = "__firstlineno__" in code.co_names  # of a class body, from Python 3.13 on
-    constants = tuple(
-        _content(each) if isinstance(each, types.CodeType) else (type(each), each)
-        for each in code.co_consts
-        if not (has_line and type(each) is int)
-    )
-    return code.co_name, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars

@@ -76,15 +76,7 @@ class Start:
 
 
 def start_of(
-    asked: JobRequest,
-    num_processes: Any,
-    device: Any,
-    backend: Any,
-    threads: Any,
-    env: Any,
-    max_restarts: Any,
-    timeout: Any,
-    checks: Any,
+    asked: JobRequest, *, num_processes: Any = None, device: Any = "auto", backend: Any = None, **options: Any
 ) -> Start:
     """Check the options of a launch. The GPUs need not be here: the script may run elsewhere."""
     machine = replace(this_machine(), free_descriptors=sys.maxsize)
@@ -100,14 +92,11 @@ def start_of(
         num_processes=num_processes,
         device=device,
         backend=backend,
-        threads_per_rank=threads,
-        env=env,
-        max_restarts=max_restarts,
-        timeout=timeout,
-        checks=checks,
+        **options,
     )
     own = {name: plan.env[name] for name in plan.named}
     nproc = plan.places[0].local_world_size
+    threads = options.get("threads_per_rank")
     return Start(nproc, device, own, threads, plan.max_restarts, plan.timeout, asked.nodes, asked.options)
 
 
