@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -135,6 +136,7 @@ def test_rows_after_a_validation_have_what_callbacks_add() -> None:
 def test_histories_with_gaps_can_be_compared() -> None:
     one = trainer(nprocs=1, epochs=2, validate_every=7)
     one.fit(points(64), points(20))
-    table = repr(nblaunch.compare(run=one.history, again=one.history))
+    history = pandas.DataFrame(one.history)
+    table = repr(nblaunch.compare(run=history, again=history))
     assert "valid_loss" in table
     assert "nan" not in table

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
-import pickle
 import re
-import threading
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import pytest
 
 import nblaunch
 from nblaunch import LaunchResult, compare
-from nblaunch.launch.handle import Launch
 from nblaunch.launch.output.report_columns import Report, ReportColumns
 from nblaunch.launch.result import Metrics
 from nblaunch.notebook.charts import COLOURS, PART_STROKES
@@ -39,6 +34,10 @@ def reports_of(end: float, ranks: int = 2, best: int | None = None) -> ReportCol
 
 def result_of(end: float, name: str = "train", **more: Any) -> LaunchResult:
     return LaunchResult(name, [None], Metrics(reports_of(end, **more)), [], 1.0)
+
+
+def result_with(*reports: Report) -> LaunchResult:
+    return LaunchResult("train", [None], Metrics(reports), [], 1.0)
 
 
 def rows_of(comparison: Comparison) -> list[list[str]]:
@@ -68,15 +67,12 @@ class Images(HTMLParser):
 
 
 def test_the_table_has_last_and_best_values_and_differences() -> None:
-    comparison = compare(baseline=result_of(0.5), bigger=result_of(0.25, best=75))
-    assert rows_of(comparison) == [
+    assert rows_of(compare(baseline=result_of(0.5), bigger=result_of(0.25, best=75))) == [
         ["", "baseline", "bigger"],
         ["loss", "0.55, best 0.55", "0.3 (−0.25), best 0.3"],
         ["valid_loss", "0.51, best 0.51", "0.26 (−0.25), best 0.2633 at step 75"],
         ["lr", "1e-5", "1e-5 (+0)"],
     ]
-    assert comparison.last["loss"] == {"baseline": pytest.approx(0.55), "bigger": pytest.approx(0.3)}
-    assert comparison.best["valid_loss"]["bigger"] == pytest.approx(0.25 + 1 / 75)
 
 
 def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
@@ -92,7 +88,8 @@ def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
 
 
 def test_a_chart_tells_means_of_epochs_from_validation() -> None:
-    more = Metrics([Report(0, 1.0, s, {"loss": s, "valid_loss": s, "epoch_loss": s, "test_loss": s}) for s in (1, 2)])
+    names = ("loss", "valid_loss", "epoch_loss", "test_loss")
+    more = result_with(*(Report(0, 1.0, step, dict.fromkeys(names, float(step))) for step in (1, 2)))
     html = compare(more, more)._repr_mimebundle_()["text/html"]
     assert re.findall(r"<b>(\w+)</b>", html) == ["loss", "epoch_loss", "valid_loss", "test_loss"]
     images = Images(html)
@@ -104,7 +101,7 @@ def test_a_chart_tells_means_of_epochs_from_validation() -> None:
 
 def test_a_loss_over_decades_has_a_logarithmic_scale() -> None:
     def ticks(low: float) -> list[str]:
-        run = Metrics([Report(0, step, step, {"loss": value}) for step, value in enumerate((1.0, 0.5, low))])
+        run = result_with(*(Report(0, step, step, {"loss": value}) for step, value in enumerate((1.0, 0.5, low))))
         chart = Images(compare(run, run)._repr_mimebundle_()["text/html"]).charts[0]
         return [text.text or "" for text in chart.iter("{http://www.w3.org/2000/svg}text")][:-3]
 
@@ -116,81 +113,51 @@ def test_a_loss_over_decades_has_a_logarithmic_scale() -> None:
 
 def test_runs_whose_steps_go_back_are_laid_over_each_other_by_report() -> None:
     straight, back = (
-        Metrics([Report(0, at, step, {"loss": at}) for at, step in enumerate(s)]) for s in ((5, 6), (5, 5))
+        result_with(*(Report(0, at, step, {"loss": at}) for at, step in enumerate(s))) for s in ((5, 6), (5, 5))
     )
-    points = [run.metrics["loss"][0] for run in compare(straight, back).runs]
+    points = [run["loss"][0] for run in compare(straight, back)._points]
     assert points == [[(0.0, 0), (1.0, 1)]] * 2
     assert "<b>loss</b> by report<" in compare(straight, back)._repr_mimebundle_()["text/html"]
 
 
 def test_runs_without_a_label_have_their_names() -> None:
-    labels = [run.label for run in compare(result_of(1), result_of(1), result_of(1, "test"), train=result_of(1)).runs]
-    assert labels == ["train 1", "train 2", "test", "train"]
+    labels = rows_of(compare(result_of(1), result_of(1), result_of(1, "test"), train=result_of(1)))[0]
+    assert labels == ["", "train 1", "train 2", "test", "train"]
     taken: dict[str, Any] = {"train 1": result_of(1), "train": result_of(1)}
-    labels = [run.label for run in compare(result_of(1), result_of(1, "train 2"), **taken).runs]
-    assert labels == ["train 3", "train 2", "train 1", "train"]
+    labels = rows_of(compare(result_of(1), result_of(1, "train 2"), **taken))[0]
+    assert labels == ["", "train 3", "train 2", "train 1", "train"]
 
 
 def test_a_metric_of_one_run_alone_leaves_the_other_empty() -> None:
-    more = Metrics([Report(0, 1.0, 1, {"accuracy": 0.5})])
+    more = result_with(Report(0, 1.0, 1, {"accuracy": 0.5}))
     rows = rows_of(compare(a=result_of(0.5), b=more))
     assert rows[3] == ["accuracy", "–", "0.5, best 0.5"]
     assert rows[1][2] == "–"
 
 
-def test_saved_metrics_are_runs_too() -> None:
-    saved = pickle.loads(pickle.dumps(result_of(0.5).metrics))
-    assert rows_of(compare(a=saved, b=result_of(0.5)))[1][1:] == ["0.55, best 0.55", "0.55 (+0), best 0.55"]
-
-
-def test_a_trainer_or_its_history_is_a_run() -> None:
-    figures = [(1 / epoch, 1.5 / epoch) for epoch in (1, 2)]
-    history = [
-        {"epoch": float(e), "step": 50.0 * e, "loss": loss, "valid_loss": valid, "seconds": 1.0, "name": "x"}
-        for e, (loss, valid) in enumerate(figures, 1)
-    ]
-    comparison = compare(a=history, b=result_of(0.5))
-    assert ["epoch_loss", "0.5, best 0.5"] in [row[:2] for row in rows_of(comparison)]  # as its result calls it
-    assert [point for point, _ in comparison.runs[0].metrics["valid_loss"][0]] == [50.0, 100.0]
-    trained = SimpleNamespace(history=history, result=result_of(0.5))
-    in_place = SimpleNamespace(history=history, result=None)
-    assert [run.metrics for run in compare(a=trained, b=in_place).runs] == [
-        run.metrics for run in comparison.runs[::-1]
-    ]
-
-
 @pytest.mark.parametrize("odd", [None, math.nan, "x"])
 def test_rows_need_no_rank_time_or_step(odd: object) -> None:
-    comparison = compare(a=[{"loss": 1.0, "rank": odd, "time": odd, "step": odd}], b=[{"loss": 0.5}])
-    assert [dict(run.metrics) for run in comparison.runs] == [{"loss": {0: [(0.0, y)]}} for y in (1.0, 0.5)]
+    first = pandas.DataFrame([{"loss": 1.0, "rank": odd, "time": odd, "step": odd}])
+    comparison = compare(a=first, b=pandas.DataFrame([{"loss": 0.5}]))
+    assert comparison._points == [{"loss": {0: [(0.0, y)]}} for y in (1.0, 0.5)]
 
 
 def test_a_data_frame_of_metrics_is_a_run() -> None:
-    metrics = result_of(0.5).metrics
-    first, second = compare(metrics, metrics.to_pandas()).runs
-    assert first.metrics == second.metrics
-
-
-def test_a_log_directory_is_a_run(tmp_path: Path) -> None:
-    lines = [json.dumps({"time": float(step), "step": step, "metrics": {"loss": 1 / step}}) for step in (1, 2, 4)]
-    mark = json.dumps({"time": 5.0, "best": "loss", "step": 2, "value": None})
-    progress = json.dumps({"progress": "", "done": 1, "total": 2, "seconds": 0})
-    (tmp_path / "rank0.spool").write_text("\n".join([*lines, progress, '{"torn": ', mark]))
-    (tmp_path / "rank1.spool").write_text("")
-    rows = rows_of(compare(result_of(0.5), failed=str(tmp_path)))
-    assert rows[1][2] == "0.25 (−0.3), best 0.5 at step 2"
+    result = result_of(0.5)
+    first, second = compare(result, result.metrics.to_pandas())._points
+    assert first == second
 
 
 def test_text_of_runs_becomes_no_markup() -> None:
     evil = "<img src=x onerror=alert(1)>"
-    runs: dict[str, Any] = {evil: result_of(0.5), "b": Metrics([Report(0, 1.0, 1, {evil: 1.0})])}
+    runs: dict[str, Any] = {evil: result_of(0.5), "b": result_with(Report(0, 1.0, 1, {evil: 1.0}))}
     html = compare(**runs)._repr_mimebundle_()["text/html"]
     assert "onerror" in html
     assert "<img src=x" not in html
 
 
 def test_a_loss_that_is_no_number_has_no_difference() -> None:
-    lost = Metrics([Report(0, 1.0, 1, {"loss": math.nan})])
+    lost = result_with(Report(0, 1.0, 1, {"loss": math.nan}))
     assert rows_of(compare(a=result_of(0.5), b=lost))[1][2] == "nan (–)"
 
 
@@ -203,8 +170,8 @@ def test_one_run_is_not_enough() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda other: compare(result_of(1), other(5)), r"^compare\(argument 2: 5\): expected a result"),
-        (lambda other: compare(a=result_of(1), b=other(None)), r"^compare\(b=None\): expected a result"),
+        (lambda other: compare(result_of(1), other(5)), r"^compare\(argument 2: 5\): must be a result"),
+        (lambda other: compare(a=result_of(1), b=other(None)), r"^compare\(b=None\): must be a result"),
     ],
 )
 def test_what_is_no_run_is_named(call: Any, said: str) -> None:
@@ -213,33 +180,10 @@ def test_what_is_no_run_is_named(call: Any, said: str) -> None:
 
 
 def test_a_run_without_metrics_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^compare\(b=\[\]\): it has no metrics"):
-        compare(a=result_of(1), b=[])
-    with pytest.raises(ValueError, match=r"^compare\(b=\[\{'name': 'x'\}\]\): it has no metrics"):
-        compare(a=result_of(1), b=[{"name": "x"}])
-    with pytest.raises(ValueError, match=r"^compare\(b=Metrics\(0 reports\)\): it has no metrics"):
-        compare(a=result_of(1), b=Metrics([]))
-
-
-def test_a_folder_that_is_none_of_a_launch_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"^compare\(b='/no/such'\): there is no such log directory"):
-        compare(a=result_of(1), b="/no/such")
-    with pytest.raises(FileNotFoundError, match=r"is not the log directory of a launch: it has no rank0\.spool"):
-        compare(a=result_of(1), b=tmp_path)
-
-
-def test_a_launch_that_runs_or_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch: Any = Launch.__new__(Launch)
-    monkeypatch.setattr(Launch, "__repr__", lambda self: "<Launch>")
-    launch._finished = threading.Event()
-    with pytest.raises(ValueError, match=r"^compare\(b=<Launch>\): it still runs"):
-        compare(a=result_of(1), b=launch)
-    launch._finished.set()
-    monkeypatch.setattr(Launch, "result", lambda self: [][0])
-    launch.name = "train"
-    with pytest.raises(ValueError, match=r"^compare\(b=<Launch>\): it has no result") as caught:
-        compare(a=result_of(1), b=launch)
-    assert isinstance(caught.value.__cause__, IndexError)
+    with pytest.raises(ValueError, match=r"^compare\(b=<LaunchResult>\): it has no metrics"):
+        compare(a=result_of(1), b=result_with())
+    with pytest.raises(ValueError, match=r"^compare\(b=<DataFrame>\): it has no metrics"):
+        compare(a=result_of(1), b=pandas.DataFrame([{"name": "x"}]))
 
 
 def test_compare_is_public() -> None:
