@@ -113,9 +113,9 @@ def notebook_launcher(
             Default: 30.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
             `nblaunch.report`: a string, a compiled pattern, or a list of them. Each named group is a metric, as in
-            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. Every line of stdout and stderr
-            is searched in the kernel (only the first 8 KB of a line), so a slow pattern slows down the notebook.
-            Default: None.
+            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The lines of stdout and stderr
+            that the view reads are searched in the kernel: of a flood, and of a line of more than 4,000 characters, the
+            beginning and the end. A slow pattern slows down the notebook. Default: None.
         preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
             installed packages. Default: None; well-known packages that the notebook has imported are always included.
             On other nodes ranks import for themselves.

@@ -131,5 +131,5 @@ class Attempt:
         opened.callback(self.task.close)
         self.task.send(lambda rank: plan.world(rank, store), job.parcel, last=True)
         workers = [member.worker for member in self.group.members]
-        self.output = OutputFollower(workers, plan.metric_patterns, self.view, self.commands)
+        self.output = OutputFollower(workers, plan.metric_patterns, self.view)
         opened.callback(self.output.close)

@@ -35,8 +35,6 @@ _DESCRIPTORS_PER_RANK = 7
 """In the kernel: a channel, two logs, a spool, the store's connection, and the result (most are one segment)."""
 _DESCRIPTORS_PER_COPY = 4
 """The same for a rank on another machine: two logs, a spool, and the result."""
-_DESCRIPTORS_TO_SEARCH = 2
-"""More per rank with ``metric_patterns``."""
 _DESCRIPTORS_PER_LAUNCH = 30
 """Besides the ranks' own: 15, and more once sent data is cached for the next launch."""
 
@@ -189,10 +187,10 @@ def make_plan(
     counts = [_local_ranks(num_processes, device, backend, machine, len(machines)) for machine in machines]
     patterns = compile_patterns(metric_patterns)
     for count, machine in zip(counts, machines, strict=True):
-        _check_descriptors(count, _DESCRIPTORS_PER_RANK + _DESCRIPTORS_TO_SEARCH * bool(patterns), machine)
+        _check_descriptors(count, _DESCRIPTORS_PER_RANK, machine)
     if machines[0].name:  # of another machine: the kernel follows copies of the logs
         kernel = replace(machines[0], name="", free_descriptors=free_descriptors())
-        _check_descriptors(sum(counts), _DESCRIPTORS_PER_COPY + _DESCRIPTORS_TO_SEARCH * bool(patterns), kernel)
+        _check_descriptors(sum(counts), _DESCRIPTORS_PER_COPY, kernel)
     if backend == "nccl" and device == "cpu":
         raise ArgumentError("backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'")
     extra = {**(_CHECKS if checks else {}), **_extra_environment(env)}

@@ -118,7 +118,7 @@ class Turn:
             present = [rank.member.worker for rank in self.task.present]
             patterns = self.job.plan.metric_patterns
             is_own = patterns != ranks.plan.metric_patterns  # those of the session concern few of its cells
-            self.output = OutputFollower(present, patterns, self.view, self.commands, notes_unmatched=is_own)
+            self.output = OutputFollower(present, patterns, self.view, notes_unmatched=is_own)
             opened.callback(self.output.close)
             opened.callback(ranks.late_output.follow, self.output)
             generation = ranks.generation

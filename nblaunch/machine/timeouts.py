@@ -174,10 +174,6 @@ KILLED_LAUNCH_TIMEOUT_S = 3.0
 """For a launch to end that an interrupt has killed during its start."""
 RENDEZVOUS_TIMEOUT_S = 300.0
 """For an operation on the launch's TCPStore."""
-METRIC_SEARCH_S = 0.05
-"""For finding metrics, in each poll of the logs."""
-METRIC_SEARCH_NOTE_DELAY_S = 5.0
-"""For the last search for metrics before a note reports the wait."""
 
 
 # ------------------------------------------------------------------ launch: plans, output, results

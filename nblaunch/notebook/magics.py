@@ -192,8 +192,8 @@ class DistributedMagics(Magics):
         dest="metric_patterns",
         metavar="PATTERN",
         help=r"read metrics out of printed lines, as in 'Accuracy: (?P<accuracy>[\d.]+)': a regular expression whose "
-        "named groups hold numbers (a group named step: the step); each line's first 8 KB are searched, in the "
-        "notebook's process; may be given several times",
+        "named groups hold numbers (a group named step: the step); the notebook's process searches, so a slow one "
+        "slows it down; may be given several times",
     )
     @argument(
         "--export",

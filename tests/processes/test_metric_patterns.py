@@ -13,15 +13,11 @@ from tqdm import tqdm
 
 import nblaunch
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.frontend import ScriptFrontend
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Begun, Event, Note, RanksChanged, Reports
-from tests.conftest import LONG, eventually
+from tests.conftest import eventually
 from tests.processes.conftest import Launcher
 
 EPOCH = r"epoch (?P<step>\d+): loss (?P<loss>[\d.]+)"
 ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"
-LINES = 100_000
 
 
 # ------------------------------------------------------------------ what ranks run
@@ -44,10 +40,6 @@ def train_with_bars(rank: int) -> None:
     sys.stdout.write("Accuracy: 0.75")
 
 
-def flood(rank: int) -> None:
-    sys.stdout.write("".join(f"epoch {line}: loss {rank}.5 {'x' * 50}\n" for line in range(LINES)))
-
-
 def print_and_wait(folder: Path) -> None:
     print("Accuracy: 0.5", flush=True)
     while not (folder / "go").exists():
@@ -63,27 +55,6 @@ def print_and_fail_once(rank: int) -> None:
 
 def never_runs(folder: Path) -> None:
     (folder / "ran").touch()
-
-
-class Impatient(View):
-    """Counts the records that it is shown, and kills the launch once the ranks have returned."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.notes: list[str] = []
-        self._returned: set[int] = set()
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, Begun):
-            self._controls = event.controls
-        elif isinstance(event, RanksChanged):
-            self._returned |= {status.rank for status in event.ranks if status.state == "returned"}
-            if len(self._returned) == 2:
-                self._controls.kill()
-        elif isinstance(event, Reports):
-            self.count += len(event.records)
-        elif isinstance(event, Note):
-            self.notes.append(event.text)
 
 
 # ------------------------------------------------------------------ metrics
@@ -111,23 +82,6 @@ def test_a_progress_bars_last_state_and_an_unfinished_line_count(launch: Launche
     for rank in range(2):
         own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
         assert sorted(own, key=str) == [(0, {"loss": 0.49}), (1, {"loss": 1.49}), (None, {"accuracy": 0.75})]
-
-
-def test_every_line_of_a_flood_is_searched(launch: Launcher) -> None:
-    metrics = launch(flood, metric_patterns=EPOCH).metrics
-    for rank in range(2):
-        own = [report for report in metrics if report.rank == rank]
-        assert [report.step for report in own] == list(range(LINES))
-        assert {report.values["loss"] for report in own} == {rank + 0.5}
-
-
-def test_kill_does_not_wait_for_the_search(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = Impatient()
-    with monkeypatch.context() as only_here:  # a view refers to its launch, and so to its logs
-        only_here.setattr(ScriptFrontend, "view", lambda host, choice: view)
-        assert launch(flood, metric_patterns=EPOCH, block=False).wait(LONG)
-    assert view.notes == ["interrupted: the rest of the logs was not searched for metrics"]
-    assert 0 < view.count < 2 * LINES
 
 
 def test_they_are_shown_while_the_ranks_run(

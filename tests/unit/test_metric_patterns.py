@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nblaunch.engines.local import LocalEngine
-from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
+from nblaunch.launch.output.tails import Piece
 from nblaunch.launch.plan import make_plan
 from nblaunch.machine.inventory import Machine
 
@@ -23,25 +20,13 @@ ANYTHING = r"x=(?P<x>\S+)"
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "rank0.out"
-
-
-@pytest.fixture
-def printed(log: Path) -> Iterator[PrintedMetrics]:
-    """Searches `log` for the accuracy."""
-    reader = PrintedMetrics(compile_patterns(ACCURACY), LogFile(log))
-    yield reader
-    reader.close()
+def printed() -> PrintedMetrics:
+    """Searches for the accuracy."""
+    return PrintedMetrics(compile_patterns(ACCURACY))
 
 
 def values(records: list[dict[str, Any]]) -> list[float]:
     return [value for record in records for value in record["metrics"].values()]
-
-
-def append(log: Path, data: bytes) -> None:
-    with open(log, "ab") as file:
-        file.write(data)
 
 
 def found(line: str, *patterns: str) -> dict[str, Any] | None:
@@ -98,13 +83,6 @@ def test_the_plan_holds_the_patterns() -> None:
     assert make_plan([Machine(0, 8, "linux", {})], LocalEngine(), metric_patterns=ACCURACY).metric_patterns == (
         re.compile(ACCURACY),
     )
-
-
-def test_searched_logs_count_among_the_descriptors() -> None:
-    machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
-    assert make_plan([machine], LocalEngine(), num_processes=142).world_size == 142
-    with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
-        make_plan([machine], LocalEngine(), num_processes=142, metric_patterns=ACCURACY)
 
 
 # ------------------------------------------------------------------ numbers
@@ -183,106 +161,42 @@ def test_one_line_with_several_matches_is_one_record() -> None:
         (b"", []),
     ],
 )
-def test_a_line_is_what_a_terminal_would_show(
-    log: Path, printed: PrintedMetrics, data: bytes, expected: list[float]
-) -> None:
-    log.write_bytes(data)
-    assert values(printed.read(1.0) + printed.finish()) == expected
+def test_a_line_is_what_a_terminal_would_show(printed: PrintedMetrics, data: bytes, expected: list[float]) -> None:
+    assert values(printed.search(Piece(data)) + printed.finish()) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_it_does_not_matter_how_a_line_is_split_over_looks(log: Path, printed: PrintedMetrics, size: int) -> None:
+def test_it_does_not_matter_how_a_line_is_split_over_looks(printed: PrintedMetrics, size: int) -> None:
     data = "é \x1b[1mAccuracy: 0.1\x1b[0m\nAccuracy: 0.2\rAccuracy: 0.3\r\nAccuracy: 0.4\n".encode()
     records = []
     for at in range(0, len(data), size):
-        append(log, data[at : at + size])
-        records += printed.read(1.0)
+        records += printed.search(Piece(data[at : at + size]))
     assert values(records) == [0.1, 0.3, 0.4]
     assert values(printed.finish()) == []
 
 
 @pytest.mark.parametrize("colour", [b"", b"\x1b[0m"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_of_a_long_line_the_beginning_is_searched(
-    log: Path, printed: PrintedMetrics, colour: bytes, at_once: bool
-) -> None:
-    parts = [colour, b"x" * 8000, b" Accuracy: 0.1", b"y" * 300, b"Accuracy: 0.2", b"z" * 100_000, b"\nAccuracy: 0.3\n"]
-    records = []
-    for part in [b"".join(parts)] if at_once else parts:
-        append(log, part)
-        records += printed.read(10.0)
-    assert values(records) == [0.1, 0.3]
+def test_of_a_long_line_both_ends_are_searched(printed: PrintedMetrics, colour: bytes, at_once: bool) -> None:
+    for line, expected in (
+        ([colour, b"Accuracy: 0.1", b"x" * 100_000, b"Accuracy: 0.2\n"], [0.1]),
+        ([colour, b"x" * 100_000, b"Accuracy: 0.2", b"y" * 100_000, b"\n"], []),
+        ([colour, b"x" * 100_000, b"Accuracy: 0.3\n"], [0.3]),
+    ):
+        parts = [b"".join(line)] if at_once else line
+        assert values([record for part in parts for record in printed.search(Piece(part))]) == expected
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_of_a_bar_that_is_redrawn_for_long_the_last_state_counts(
-    log: Path, printed: PrintedMetrics, at_once: bool
-) -> None:
+def test_of_a_bar_that_is_redrawn_for_long_the_last_state_counts(printed: PrintedMetrics, at_once: bool) -> None:
     states = [b"\r%3d%%|%s| Accuracy: 0.%04d" % (n // 50, b"#" * 40, n) for n in range(5000)]
-    records = []
-    for part in [b"".join(states)] if at_once else states:
-        append(log, part)
-        records += printed.read(10.0)
-    assert records == []
-    append(log, b"\nAccuracy: 0.7\n")
-    assert values(printed.read(1.0)) == [0.4999, 0.7]
+    parts = [b"".join(states)] if at_once else states
+    assert [record for part in parts for record in printed.search(Piece(part))] == []
+    assert values(printed.search(Piece(b"\nAccuracy: 0.7\n"))) == [0.4999, 0.7]
 
 
-def test_an_endless_line_keeps_a_bounded_part(log: Path, printed: PrintedMetrics) -> None:
-    for data in (b"x" * 3_000_000, b"\r" + b"y" * 3_000_000):
-        append(log, data)
-        printed.read(10.0)
-        while printed.is_behind:
-            printed.read(10.0)
-        ((_, lines),) = printed._sources
-        assert len(lines._start) <= 8192
-        assert lines._redrawn is None or len(lines._redrawn.partial) < 5000
-
-
-# ------------------------------------------------------------------ logs
-def test_every_line_of_a_flood_is_searched_a_megabyte_at_a_look(log: Path, printed: PrintedMetrics) -> None:
-    count = 100_000
-    log.write_bytes(b"".join(b"step %d Accuracy: %d\n" % (n, n) for n in range(count)))
-    looks: list[list[float]] = []
-    while not looks or printed.is_behind:
-        looks.append(values(printed.read(60.0)))
-    assert [value for look in looks for value in look] == list(map(float, range(count)))
-    assert len(looks) == math.ceil(os.path.getsize(log) / (8 << 16))
-
-
-def test_a_look_that_has_no_time_reads_one_block(log: Path, printed: PrintedMetrics) -> None:
-    log.write_bytes(b"Accuracy: 0.5\n" * 100_000)
-    assert len(printed.read(0.0)) == (1 << 16) // 14
-    assert printed.is_behind
-
-
-def test_output_after_the_end_is_left_out(log: Path, printed: PrintedMetrics) -> None:
-    log.write_bytes(b"Accuracy: 0.1\n" * 10_000)
-    printed.read(0.0)
-    printed.end_here()
-    append(log, b"Accuracy: 0.2\n")
-    rest = printed.read(60.0)
-    assert rest[-1]["metrics"] == {"accuracy": 0.1}
-    assert not printed.is_behind
-    assert printed.read(60.0) == []
-
-
-def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> None:
-    out, err = tmp_path / "out", tmp_path / "err"
-    printed = PrintedMetrics(compile_patterns(ACCURACY), LogFile(out), LogFile(err))
-    assert printed.read(1.0) == []
-    err.write_text("Accuracy: 0.2\n")
-    assert values(printed.read(1.0)) == [0.2]
-    out.write_text("Accuracy: 0.1\n")
-    append(err, b"Accuracy: 0.3")
-    assert values(printed.read(1.0)) == [0.1]
+def test_of_a_flood_the_beginning_and_the_end_are_searched(printed: PrintedMetrics) -> None:
+    piece = Piece(b"Accuracy: 0.1\nAccur", 3, 99, b"Accuracy: 0.2\nAccuracy: 0.3")
+    assert values(printed.search(piece)) == [0.1, 0.2]
     assert values(printed.finish()) == [0.3]
-    printed.close()
-
-
-def test_without_patterns_no_file_is_opened(log: Path) -> None:
-    log.write_text("Accuracy: 0.1\n")
-    printed = PrintedMetrics((), LogFile(log))
-    assert printed.read(1.0) == printed.finish() == []
-    assert not printed._sources
-    assert not printed.is_behind
+    assert (printed.lines, printed.matches) == (4, 3)

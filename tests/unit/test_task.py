@@ -141,7 +141,7 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("task", "group", "stacks", "supervisor", "output.follower"):
+    for module in ("task", "group", "stacks", "supervisor"):
         monkeypatch.setattr(f"nblaunch.launch.{module}.time", clock)
     return clock
 
@@ -555,7 +555,7 @@ def test_a_group_whose_reaper_is_gone_stays_over(scene: Scene) -> None:
 # ------------------------------------------------------------------ logs and metrics
 def follower(scene: Scene, *patterns: str) -> OutputFollower:
     compiled = [re.compile(pattern) for pattern in patterns]
-    return OutputFollower(scene.workers.ranks, compiled, scene.view, scene.commands)
+    return OutputFollower(scene.workers.ranks, compiled, scene.view)
 
 
 def test_the_view_gets_what_ranks_print(scene: Scene) -> None:
@@ -690,7 +690,7 @@ def test_views_get_logs_and_usage_that_outlive_the_group() -> None:
 def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> None:
     """A turn of a session ends with its task, though the ranks live on."""
     scene = begin()
-    output = OutputFollower(scene.workers.ranks, (), scene.view, scene.commands)
+    output = OutputFollower(scene.workers.ranks, (), scene.view)
     for worker in scene.workers.ranks:
         worker.prints("hello\n")
         worker.returns()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
-from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.displays import displays_in
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.output.report_columns import ReportColumns
 from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Displays, LogPiece, Logs, Note, Reports, Stream, Tick
-from nblaunch.machine import timeouts
+from nblaunch.launch.views.events import Displays, LogPiece, Logs, Note, Reports, Stream
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, is_display
 from nblaunch.wire.drops import Dropped
@@ -38,7 +35,7 @@ class RankOutput:
         self.rank, self.worker = worker.rank, worker
         self.tails: dict[Stream, Tail] = {"out": Tail(worker.log("out")), "err": Tail(worker.log("err"))}
         self.spool = Spool(worker.log("spool"))
-        self.printed = PrintedMetrics(patterns, *(worker.log(stream) for stream in ("out", "err") if patterns))
+        self.printed = {stream: PrintedMetrics(patterns) for stream in self.tails if patterns}
         self.dropped = Dropped()
 
     @property
@@ -49,7 +46,6 @@ class RankOutput:
     def close(self) -> None:
         """Close the streams."""
         self.spool.close()
-        self.printed.close()
         for tail in self.tails.values():
             tail.close()
 
@@ -61,7 +57,6 @@ class OutputFollower:
         workers: The ranks.
         patterns: Searched for in every printed line.
         view: Shows output and reports.
-        commands: A stop ends a long search.
         notes_unmatched: Whether to note that patterns matched no line. Default: True.
 
     Attributes:
@@ -73,12 +68,12 @@ class OutputFollower:
         workers: Sequence[Worker],
         patterns: Sequence[re.Pattern[str]],
         view: View,
-        commands: Commands,
         *,
         notes_unmatched: bool = True,
     ) -> None:
         self.ranks = [RankOutput(worker, patterns) for worker in workers]
-        self.view, self.commands = view, commands
+        self.view = view
+        self._searches = bool(patterns)
         self.reports = ReportColumns()
         self._notes_unmatched = notes_unmatched
         self._has_noted_drops = False
@@ -87,17 +82,20 @@ class OutputFollower:
     def poll(self) -> None:
         """Show what the ranks have written since the last call."""
         pieces = []
+        found: dict[int, list[dict[str, Any]]] = {rank.rank: [] for rank in self.ranks}
         for rank in self.ranks:
             for stream, tail in rank.tails.items():
                 piece = self._appended(tail)
                 if piece is not None:
                     pieces.append(LogPiece(rank.rank, stream, piece, tail.log, tail.offset))
+                    if self._searches:
+                        found[rank.rank] += rank.printed[stream].search(piece)
         if pieces:
             self.view.on(Logs(pieces))
         for rank in self.ranks:
             for records in rank.spool.read():
                 self._take(rank, records)
-            self._take(rank, rank.printed.read(timeouts.METRIC_SEARCH_S / len(self.ranks)))
+            self._take(rank, found[rank.rank])
         self._poll_drops()
 
     def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
@@ -131,7 +129,7 @@ class OutputFollower:
             )
 
     def _appended(self, tail: Tail) -> Piece | None:
-        if self.view.wants_text:
+        if self.view.wants_text or self._searches:
             return tail.read(MAX_READ_BYTES)
         return Piece(b"") if tail.grown() else None
 
@@ -144,33 +142,19 @@ class OutputFollower:
                 self.view.on(Note(_first_drop(rank)))
 
     def finish(self) -> None:
-        """Read the rest: every rank has exited. Search the logs to their end, note what was dropped."""
+        """Read the rest: every rank has exited. Note what was dropped."""
         self.poll()
-        self._search_the_rest()
+        for rank in self.ranks:
+            for printed in rank.printed.values():
+                self._take(rank, printed.finish())
         self._poll_drops()
-        lines = sum(rank.printed.lines for rank in self.ranks)
-        if lines and self._notes_unmatched and not any(rank.printed.matches for rank in self.ranks):
+        searched = [printed for rank in self.ranks for printed in rank.printed.values()]
+        lines = sum(printed.lines for printed in searched)
+        if lines and self._notes_unmatched and not any(printed.matches for printed in searched):
             self.view.on(Note(f"--metric (metric_patterns=) matched none of {lines} lines"))
         for rank in self.ranks:
             if rank.dropped:
                 self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.amount} ({rank.dropped.why})"))
-
-    def _search_the_rest(self) -> None:
-        """Search the logs for metrics to their end. After a flood that takes long, so a (further) stop ends it."""
-        was_stopped, begun, has_noted = self.commands.stop, time.monotonic(), False
-        for rank in self.ranks:
-            rank.printed.end_here()
-        while any(rank.printed.is_behind for rank in self.ranks):
-            if self.commands.kill or self.commands.stop != was_stopped:
-                self.view.on(Note("interrupted: the rest of the logs was not searched for metrics"))
-                return
-            if not has_noted and time.monotonic() - begun > timeouts.METRIC_SEARCH_NOTE_DELAY_S:
-                has_noted = True
-                self.view.on(Note("every rank has exited; searching the rest of the logs for metrics"))
-            self.poll()
-            self.view.on(Tick())
-        for rank in self.ranks:
-            self._take(rank, rank.printed.finish())
 
     def close(self) -> None:
         """Close the streams."""
