@@ -308,7 +308,8 @@ class Session:
         Args:
             ranks: The ranks. Default: all, which then have the notebook's present working directory.
             keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
-                A warning names those that cannot. Of a DistributedDataParallel the module is kept.
+                A warning names those that cannot. Variables may share tensors and modules; of other objects that they
+                share, each gets a copy. Of a DistributedDataParallel the module is kept.
 
         Raises:
             StartError: The system refuses.

@@ -10,13 +10,11 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from nblaunch.ranks.changed_values import content_of
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire.messages import Payload, Settings
 from nblaunch.wire.session_messages import MAX_BOUND, Bound, Losses, NamesTaken, Question, SentName
 
@@ -59,7 +57,11 @@ class Namespace:
         """The names that have the notebook's value. The others are this rank's own."""
         self._unsendable: dict[str, str] = {}
         """Names that a restart cannot keep, and why."""
+        self._lost: tuple[str, ...] = ()
+        """Names of the last task that could not be rebuilt, and why."""
         self._keys: dict[int, str] = {}
+        self._shared: list[object] = []
+        """Keeps what `key_of` has named alive: ids are used again."""
         self._error: BaseException | None = None
         """What the last task has raised, with its frames."""
         self.examine: Callable[[BaseException], None] = lambda error: None
@@ -75,6 +77,9 @@ class Namespace:
             self._error = None
         self.main.update(payload.main)
         names = {n: sent for n, sent in payload.names.items() if sent.ranks is None or self._rank in sent.ranks}
+        unbuilt = {name: sent.value.reason for name, sent in names.items() if type(sent.value) is pickling.Unbuilt}
+        self._lost = tuple(f"`{name}` could not be rebuilt ({why})" for name, why in unbuilt.items() if _is_shown(name))
+        names = {name: sent for name, sent in names.items() if name not in unbuilt}
         forced = {name for name, sent in names.items() if sent.is_forced}
         new_owners = definitions.take_new_owners()  # of tensors that were sent, not referred to
         concerned = new_owners.union(names) - forced
@@ -165,7 +170,7 @@ class Namespace:
         if question.kind == "dump":
             return self._dump()
         if question.kind == "restore":
-            return question.lost
+            return self._lost
         return None  # "names" and "push": `Names` follows in any case
 
     def _complete(self, text: str) -> list[str]:
@@ -193,15 +198,16 @@ class Namespace:
         return {name: _unwrapped(value) for name, value in found if not name.startswith("__") and name not in PROVIDED}
 
     def _dump(self) -> Payload:
-        """Return a payload that binds all names that can be sent. `_find_losses` comes first."""
+        """Return a payload that binds all names that can be sent, pickled by themselves. `_find_losses` comes first."""
+        values = {name: value for name, value in self._to_dump().items() if name not in self._unsendable}
+        digests = {name: self._digests[name] if self._is_notebooks(name) else b"" for name in values}
         names = {
-            name: SentName(value, self._digests[name] if self._is_notebooks(name) else b"", True, (self._rank,))
-            for name, value in self._to_dump().items()
-            if name not in self._unsendable
+            name: SentName(pickling.ByItself(value), digests[name], True, (self._rank,))
+            for name, value in values.items()
         }
         question = Question("restore", ranks=(self._rank,))
         code = (types.ModuleType, types.FunctionType, type)  # a __setstate__ may use them
-        first = (definitions.BoundFirst(n, each.value) for n, each in names.items() if isinstance(each.value, code))
+        first = (definitions.BoundFirst(name, each) for name, each in values.items() if isinstance(each, code))
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
         return Payload(question, tuple(first), {}, None, Settings(), {}, main=dict(self.main), names=names)
 
@@ -214,8 +220,13 @@ class Namespace:
         return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
-        """Return the key under which the notebook has sent an object: later references must find the copy."""
-        return self._keys.get(id(obj), ""), False
+        """Return the key of what the notebook has sent, and of tensors and modules: names may have them in common."""
+        torch = sys.modules.get("torch")
+        key = self._keys.get(id(obj), "")
+        if not key and torch is not None and isinstance(obj, (torch.Tensor, torch.nn.Module)):
+            self._shared.append(obj)
+            key = f"{id(obj)} before the restart"
+        return key, False
 
 
 class _OfNotebook:
@@ -258,25 +269,6 @@ class _Probe:
         """Look at the object."""
         self.found = self._describe(obj) or self.found
         return "", False
-
-
-def without_unbuilt(salvaged: Salvaged) -> Payload:
-    """Return a dump without the names that refer to what could not be rebuilt. Its question names them."""
-    payload: Payload = salvaged.value
-    failed = {id(thing): reason for thing, reason in salvaged.failed}
-
-    def why_not(value: Any) -> str:
-        probe = _Probe(definitions.home(), lambda obj: failed.get(id(obj), ""))
-        error = pickling.explain(value, "it", probe)  # incomplete objects may raise anything
-        return probe.found or str(error or "")
-
-    reasons = {name: reason for name, sent in payload.names.items() if (reason := why_not(sent.value))}
-    lost = tuple(f"`{name}` could not be rebuilt ({reason})" for name, reason in reasons.items() if _is_shown(name))
-    names = {name: sent for name, sent in payload.names.items() if name not in reasons}
-    for name in reasons:
-        definitions.home().pop(name, None)  # bound first
-    main = {name: value for name, value in payload.main.items() if not why_not(value)}
-    return replace(payload, function=replace(payload.function, lost=lost), names=names, main=main)
 
 
 def _unwrapped(value: Any) -> Any:

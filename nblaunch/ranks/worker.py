@@ -41,11 +41,10 @@ from nblaunch.ranks.breakpoints import Breakpoints
 from nblaunch.ranks.collective_log import collective_log, cut_kernel
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.keyboard import Keyboard
-from nblaunch.ranks.namespace import Namespace, without_unbuilt
+from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, Interrupted, enter
 from nblaunch.transfer import cell_effects, definitions
 from nblaunch.transfer.parcel import pack, unpack
-from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
@@ -139,8 +138,8 @@ def _from_parcel(fds: list[int]) -> Payload:
         raise OSError(errno.EMFILE, "the task could not be received: this rank has too many open files (ulimit -n)")
     taken = fds[:]
     fds.clear()
-    payload: Payload | Salvaged = unpack(taken)
-    return without_unbuilt(payload) if isinstance(payload, Salvaged) else payload
+    payload: Payload = unpack(taken)
+    return payload
 
 
 # ------------------------------------------------------------------ tasks
@@ -293,8 +292,7 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
         is_here = rank_variables.BELOW_AGENT not in os.environ
-        may_salvage = at_home is not None
-        parcel = pack(lambda found: result, Path(spec.log_dir), home=at_home, is_here=is_here, may_salvage=may_salvage)
+        parcel = pack(lambda found: result, Path(spec.log_dir), home=at_home, is_here=is_here)
     except BaseException as error:
         if not isinstance(error, Exception):
             raise

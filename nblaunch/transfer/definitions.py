@@ -235,7 +235,7 @@ def set_kept_state(thing: Any, state: Any) -> None:
         vars(thing).update(attributes or {})
         for name, value in (slots or {}).items():
             setattr(thing, name, value)
-    _unset.discard(id(thing))  # not if it has failed: salvaging must see that again
+    _unset.discard(id(thing))  # not if it has failed: another name must see that again
 
 
 def find_or_create(

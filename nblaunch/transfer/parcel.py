@@ -8,12 +8,10 @@ user has mapped is a segment too: what the sender could write to it, receivers c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 import os
 import pickle
-import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +26,9 @@ from nblaunch.machine.segments import NoRoomError, Segment
 from nblaunch.transfer import pickling, tensors
 from nblaunch.transfer.definitions import LostReferenceError
 from nblaunch.transfer.outgoing import Outgoing, View
-from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.channel import write_blob
 
-_LENGTH = struct.Struct("!Q")
 _MIN_CHECKED_BYTES = 1 << 20
 """A smaller pickle goes to memory, however short that is."""
 
@@ -63,8 +59,6 @@ class _Layout:
     """For each buffer its place, or the index of a shared descriptor."""
     parts: tuple[str, ...]
     """The names of the objects that the pickle holds before the last, one after the other."""
-    may_salvage: bool = False
-    """Whether to rebuild what can be rebuilt, if some of it cannot."""
 
 
 class Parcel:
@@ -97,7 +91,6 @@ def pack(
     *,
     is_cached: bool = False,
     is_here: bool = True,
-    may_salvage: bool = False,
 ) -> Parcel:
     """Pack the object that `build` returns.
 
@@ -109,7 +102,6 @@ def pack(
         home: See `nblaunch.transfer.pickling.Pickler`.
         is_cached: Whether to send again what the cache of sent data holds, and keep what is new. Default: False.
         is_here: Whether all receivers are on this machine; see `nblaunch.machine.memory_maps.FileMaps`. Default: True.
-        may_salvage: `unpack` returns a `Salvaged` instead of raising. Default: False.
 
     Raises:
         Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
@@ -123,13 +115,13 @@ def pack(
             outgoing.count(name)
         pickler.dump(build(pickler.found))
         outgoing.count("")
-        return _assemble(outgoing, folder, tuple(parts or ()), is_cached, may_salvage)
+        return _assemble(outgoing, folder, tuple(parts or ()), is_cached)
     except NoRoomError as error:
         error.sizes = outgoing.sizes
         raise
 
 
-def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cached: bool, may_salvage: bool) -> Parcel:
+def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cached: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     whole, views = outgoing.resolve()
@@ -153,20 +145,16 @@ def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cache
         tuple(segment.access for segment in used),
         tuple(each if isinstance(each, int) else place_of(*each) for each in views),
         parts,
-        may_salvage,
     )
     head, size = pickle.dumps(layout, protocol=5), sum(map(len, outgoing.stream))
     in_folder = segments.find_room(size, folder) if size >= _MIN_CHECKED_BYTES else None
-    blob = write_blob(_LENGTH.pack(len(head)), head, *outgoing.stream, folder=in_folder)
+    blob = write_blob(head, *outgoing.stream, folder=in_folder)
     return Parcel(blob, used, outgoing, sum(region.size for region in new if placed[region].is_new))
 
 
 # ------------------------------------------------------------------ unpacking
 def unpack(fds: Sequence[int]) -> Any:
     """Rebuild a packed object from its descriptors, and close them.
-
-    Returns:
-        The object, or a `Salvaged` if some of it could not be rebuilt and the sender allows that.
 
     Raises:
         PayloadError: A part could not be rebuilt; the message names it.
@@ -181,7 +169,6 @@ def unpack(fds: Sequence[int]) -> Any:
 
 
 def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
-    start = _LENGTH.size + _LENGTH.unpack(stream.read(_LENGTH.size))[0]
     layout: _Layout = pickle.load(stream)
     last = 1 + len(layout.segments)
     mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
@@ -215,12 +202,8 @@ def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
                 raise PayloadError(f"`{name}` could not be rebuilt in the rank: {why}") from cause
         return unpickler.load()
 
-    with contextlib.suppress(*((Exception,) if layout.may_salvage else ())):
-        buffers: Any = map(received, layout.buffers)
-        return load(pickle.Unpickler(stream, buffers=buffers))
-    stream.seek(start)
-    salvaging = SalvagingUnpickler(stream, map(received, layout.buffers))
-    return Salvaged(load(salvaging), salvaging.failed)
+    buffers: Any = map(received, layout.buffers)
+    return load(pickle.Unpickler(stream, buffers=buffers))
 
 
 def _mapped(fd: int, access: segments.Access = "private") -> memoryview:

@@ -98,6 +98,27 @@ class Home(Protocol):
         """Return an object's key in the receiver, and whether the key alone is sent. Empty: it has none."""
 
 
+class ByItself:
+    """Pickles an object by itself: if it cannot be rebuilt, an `Unbuilt` arrives in its place, and the rest arrives."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """Stands for an object that could not be rebuilt."""
+
+    reason: str
+
+
+def _load_by_itself(data: bytes, buffers: list[Any]) -> Any:
+    try:
+        return pickle.loads(data, buffers=buffers)
+    except Exception as error:  # noqa: BLE001  # user code
+        return Unbuilt(_brief(error))
+
+
 class _LateDict:
     """Pickles as a dict whose content is computed when the pickler reaches it."""
 
@@ -115,10 +136,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         file: Where to write.
         buffers: Takes the memory of large tensors and arrays. Default: it stays in the pickle.
         home: For kept ranks. Default: definitions are sent with the globals that they use.
+        take: Called with each buffer in place of `buffers.take`. Default: None.
     """
 
-    def __init__(self, file: Writable, buffers: BufferTaker | None = None, home: Home | None = None) -> None:
-        super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.take)
+    def __init__(
+        self,
+        file: Writable,
+        buffers: BufferTaker | None = None,
+        home: Home | None = None,
+        take: Callable[[pickle.PickleBuffer], object] | None = None,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=take or (None if buffers is None else buffers.take))
         self.found = Found()
         self._buffers, self._home = buffers, home
         self._rows: dict[type, reducers.Row | None] = {}
@@ -130,6 +158,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for each."""
+        if type(obj) is ByItself:
+            file, taken = io.BytesIO(), list[pickle.PickleBuffer]()
+            Pickler(file, self._buffers, self._home, taken.append if self._buffers else None).dump(obj.value)
+            return _load_by_itself, (file.getvalue(), taken)
         if self._home is not None:
             alias = self._home.alias_of(obj) if isinstance(obj, (type, types.FunctionType)) else ""
             if alias:

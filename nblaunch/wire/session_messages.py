@@ -89,8 +89,6 @@ class Question:
     """An expression, or for ``complete`` the code up to the cursor."""
     ranks: tuple[int, ...] | None = None
     """Ranks that answer; None: all."""
-    lost: tuple[str, ...] = ()
-    """The answer to ``restore``: names that could not be rebuilt, and why."""
 
 
 @dataclass(frozen=True, slots=True)

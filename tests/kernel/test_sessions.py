@@ -866,7 +866,7 @@ def test_a_restart_loses_the_names_alone_that_fail(kernel: Kernel) -> None:
         assert f"rank 0: `{name}` could not be rebuilt" in cell.text
     assert "all names" not in cell.text
     lost = "[name for name in ('broken', 'holds', 'keyed', 'calls') if name in globals()]"
-    same = "pair[0] is shared, pair[1] is fine, sgd.param_groups[0]['params'][0] is model.weight"
+    same = "pair[0] == shared, pair[1] is fine, sgd.param_groups[0]['params'][0] is model.weight"
     assert on_ranks(kernel, f"shared, fine.sum().item(), {same}, {lost}, Fails.__name__") == [
         ([rank], 2.0 * rank, True, True, True, [], "Fails") for rank in range(2)
     ]

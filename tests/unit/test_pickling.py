@@ -16,7 +16,18 @@ import pytest
 import torch
 
 from nblaunch.transfer import definitions, notebook_shell
-from nblaunch.transfer.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
+from nblaunch.transfer.pickling import (
+    ByItself,
+    Found,
+    Unbuilt,
+    UnsendableError,
+    describe,
+    dump,
+    explain,
+    late,
+    loads,
+    names_of,
+)
 from tests.unit.notebooks import Notebook, open_notebook
 
 
@@ -316,3 +327,22 @@ def test_a_module_of_a_subclass_is_imported() -> None:
 
     assert sent(names["f"])()[1] == 3
     assert sent(sys.modules["torch.distributed.config"]) is sys.modules["torch.distributed.config"]
+
+
+# ------------------------------------------------------------------ objects by themselves
+class Refuses:
+    """Cannot be rebuilt: its state is refused."""
+
+    def __init__(self) -> None:
+        self.kept = [1]
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("refused")
+
+
+def test_an_object_by_itself_that_fails_costs_no_other() -> None:
+    shared = [1]
+    value = {"bad": ByItself([Refuses(), shared]), "good": ByItself((shared, shared))}
+    found = loads(dump(lambda _: value))
+    assert found["bad"] == Unbuilt("ValueError: refused")
+    assert found["good"][0] is found["good"][1]
