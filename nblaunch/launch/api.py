@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from nblaunch.engines import current
 from nblaunch.engines.protocol import Engine
@@ -24,6 +24,7 @@ from nblaunch.wire import rank_variables
 from nblaunch.wire.messages import Payload
 
 _IGNORED: dict[str, tuple[Any, str]] = {
+    "node_rank": (0, "the ranks of every node are started from this notebook"),
     "use_port": ("29500", "each launch takes a free port"),
     "master_addr": ("127.0.0.1", "nblaunch knows the addresses: that of the first node, or loopback on one machine"),
     "rdzv_backend": ("static", "nblaunch serves the rendezvous itself"),
@@ -34,28 +35,24 @@ _IGNORED: dict[str, tuple[Any, str]] = {
     "log_line_prefix_template": (None, "each line starts with its rank, as in [rank 1]"),
 }
 """accelerate's keywords without effect: their defaults, and the reason."""
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-@named_arguments
+def _named_arguments(function: _F) -> _F:
+    return named_arguments(function, _IGNORED)
+
+
+@_named_arguments
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
-    use_port: str | int = "29500",
-    master_addr: str = "127.0.0.1",
-    node_rank: int = 0,
-    num_nodes: int | None = None,
-    rdzv_backend: str = "static",
-    rdzv_endpoint: str = "",
-    rdzv_conf: Mapping[str, Any] | None = None,
-    rdzv_id: str = "none",
-    max_restarts: int = 0,
-    monitor_interval: float = 0.1,
-    log_line_prefix_template: str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     engine: str = "auto",
+    num_nodes: int | None = None,
+    max_restarts: int = 0,
     device: str = "auto",
     backend: str | None = None,
     start_method: str = "auto",
@@ -70,6 +67,7 @@ def notebook_launcher(
     checks: bool = False,
     block: bool = True,
     view: str = "auto",
+    **accelerate_options: Any,
 ) -> LaunchResult | Launch:
     r"""Run a function on every GPU, or on several CPU processes, and return what each rank returns.
 
@@ -129,11 +127,10 @@ def notebook_launcher(
         block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
-        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
-            log_line_prefix_template: Ignored, with a warning if changed: accelerate's ``notebook_launcher`` has them.
         num_nodes: The number of nodes. Default: every host that ``"ssh ..."`` names, every node of the Slurm allocation
             that the notebook runs in, else 1.
-        node_rank: Must be 0: every node is started from here.
+        accelerate_options: Further keywords of accelerate's ``notebook_launcher``, such as ``use_port``. They are
+            ignored, with a warning if one is not the default; ``node_rank`` must be 0.
 
     Returns:
         A `LaunchResult`, where ``result[rank]`` is the return value of a rank; with ``block=False`` a `Launch`.
@@ -161,20 +158,12 @@ def notebook_launcher(
     for name, value in (("block", block), ("checks", checks)):
         if not isinstance(value, bool):
             raise ArgumentError(f"{name}={value!r:.80}: must be True or False")
-    _warn_of_ignored(
-        use_port=use_port,
-        master_addr=master_addr,
-        rdzv_backend=rdzv_backend,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_conf=rdzv_conf,
-        rdzv_id=rdzv_id,
-        monitor_interval=monitor_interval,
-        log_line_prefix_template=log_line_prefix_template,
-    )
-    if node_rank != 0:
-        raise ArgumentError(
-            f"node_rank={node_rank!r}: must be 0, because the ranks of every node are started from this notebook"
-        )
+    for name, value in accelerate_options.items():
+        default, why = _IGNORED[name]
+        if name == "node_rank" and value != 0:
+            raise ArgumentError(f"node_rank={value!r}: must be 0, because {why}")
+        if str(value) != str(default):
+            warn(f"{name}={value!r} is ignored: {why}")
     launch = prepare(
         lambda world_size: payloads.for_function(function, args, kwargs, world_size),
         view,
@@ -270,10 +259,3 @@ def refuse_nested() -> None:
     task = slurm_task(os.environ)
     if task is not None:
         raise NestedLaunchError(refusal(task))
-
-
-def _warn_of_ignored(**given: Any) -> None:
-    for name, value in given.items():
-        default, why = _IGNORED[name]
-        if str(value) != str(default):
-            warn(f"{name}={value!r} is ignored: {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from nblaunch.errors import UnknownArgumentError
@@ -13,14 +13,19 @@ from nblaunch.errors import UnknownArgumentError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def named_arguments(target: F) -> F:
+def named_arguments(target: F, more: Collection[str] = ()) -> F:
     """Decorate a function or class, so that an unknown keyword raises an UnknownArgumentError.
 
     Its signature and docstring stay as they are. A class is decorated outside of ``@dataclass``, which makes the
     ``__init__``.
+
+    Args:
+        target: The function or class.
+        more: The names that its ``**`` parameter takes.
     """
     function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]  # this class's own
-    known = [*inspect.signature(function).parameters][isinstance(target, type) :]  # without self
+    parameters = [*inspect.signature(function).parameters.values()][isinstance(target, type) :]  # without self
+    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD] + [*more]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

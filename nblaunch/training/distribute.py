@@ -90,7 +90,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         return
     from nblaunch import notebook_launcher
 
-    known = inspect.signature(notebook_launcher).parameters
+    parameters = inspect.signature(notebook_launcher).parameters.values()
+    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
     for option in options:
         if option not in known:
             raise ArgumentError(f"{name}: {unknown_argument('notebook_launcher', option, known)}")

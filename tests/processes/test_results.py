@@ -392,8 +392,9 @@ def test_spawned_ranks_start_from_the_notebooks_settings(launch: Launcher) -> No
 def test_a_call_written_for_accelerate_warns_of_unused_arguments(start_method: str) -> None:
     with pytest.warns(UserWarning, match="is ignored: ") as said:
         result: Any = notebook_launcher(
-            where, (), 2, "bf16", "29501", "127.0.0.1", 0, 1, "c10d", "localhost:0", None, "job", 0, 0.5, "",
-            start_method=start_method, view="none",
+            where, (), 2, "bf16", use_port="29501", master_addr="127.0.0.1", node_rank=0, num_nodes=1,
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", rdzv_conf=None, rdzv_id="job", max_restarts=0,
+            monitor_interval=0.5, log_line_prefix_template="", start_method=start_method, view="none",
         )  # fmt: skip
     assert [rank for rank, *_ in result] == [0, 1]
     named = {str(warning.message).partition("=")[0] for warning in said}
