@@ -13,7 +13,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
@@ -145,28 +145,6 @@ def has_children() -> bool:
     except OSError:  # a sandbox without waitid
         return bool(children(os.getpid()))
     return True
-
-
-def own_memory() -> float:
-    """Return the bytes that this process holds and no file on a disk has; infinite if unknown.
-
-    Those that it shares with its parent since the fork count, too.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/status") as file:
-            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
-    return float("inf")
-
-
-def open_files() -> Iterator[tuple[int, str]]:
-    """Yield this process's descriptors, and what each refers to.
-
-    Raises:
-        OSError: The system does not say.
-    """
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # listdir's own, or closed meanwhile
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
 def memory_of(pid: int) -> int:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
@@ -67,22 +67,17 @@ def memory_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B", (size,))
 
 
-Access = Literal["private", "read-only", "shared"]
-"""How receivers use a segment: writes stay in the process, arrays refuse them, or they go to the user's file."""
-
-
 class Segment:
-    """A written segment, or a file that the user has mapped; it owns its descriptor.
+    """A written segment; it owns its descriptor.
 
     Attributes:
         fd: The descriptor.
         size: In bytes.
         in_memory: Whether the segment is memory, not a file on disk.
-        access: How receivers use it.
     """
 
-    def __init__(self, fd: int, size: int, in_memory: bool, access: Access = "private") -> None:
-        self.fd, self.size, self.in_memory, self.access = fd, size, in_memory, access
+    def __init__(self, fd: int, size: int, in_memory: bool) -> None:
+        self.fd, self.size, self.in_memory = fd, size, in_memory
         self._mapped: memoryview | None = None
         self.close = weakref.finalize(self, os.close, fd)
 
@@ -245,16 +240,13 @@ def _write_segment(regions: Sequence[Region], folder: Path | None) -> list[Place
 
 
 # ------------------------------------------------------------------ mapping
-def map_segment(fd: int, size: int, access: Access = "private") -> memoryview:
-    """Map a segment and return its bytes. The descriptor may be closed at once.
-
-    All but a shared one is mapped copy-on-write, also what is read-only: tensors cannot refuse a write.
-    """
+def map_segment(fd: int, size: int, *, is_shared: bool = False) -> memoryview:
+    """Map a segment and return its bytes, copy-on-write unless it is shared. The descriptor may be closed at once."""
     # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results. So mmap only
     # reserves the addresses and owns them, and the segment is mapped over them.
     reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     here = ctypes.c_ubyte.from_buffer(reserved)
-    kind = mmap.MAP_SHARED if access == "shared" else mmap.MAP_PRIVATE
+    kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
     try:
         _map(ctypes.addressof(here), size, kind | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
     finally:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nblaunch.machine import segments
-from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES, is_sparse
 from nblaunch.wire import rank_variables
@@ -45,7 +44,8 @@ class _StandIn(bytearray):
 class Outgoing:
     """Takes a pickle and the memory that leaves it; implements `tensors.BufferSink`."""
 
-    files: FileMaps
+    is_here: bool = True
+    """Whether all receivers are on this machine."""
     stream: list[bytes | memoryview] = field(default_factory=list)
     buffers: list[View | int] = field(default_factory=list)
     """Memory, or the index of a descriptor."""
@@ -67,10 +67,6 @@ class Outgoing:
     """Bytes outside regions that no part has been charged with."""
 
     # -------------------------------------------------------------- called by the pickler
-    @property
-    def is_here(self) -> bool:
-        return self.files.is_here
-
     @property
     def takes_gradients(self) -> bool:
         return rank_variables.RANK not in os.environ
@@ -109,9 +105,9 @@ class Outgoing:
         self.lent.append(owner)
         return _stand_in(len(self.descriptors) - 1)
 
-    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
+    def add_strided(self, array: Any, span: Region, unit: int = 0) -> pickle.PickleBuffer:
         self._owners.append(array)
-        if not self.files.identity_of(span, is_mapped) and is_sparse(array, span):
+        if is_sparse(array, span):
             self._uncounted_bytes += int(array.nbytes)
             return _stand_in(View(span, unit, array))
         self._uncounted.append(span)

@@ -2,8 +2,7 @@
 
 A parcel is a list of descriptors. The first is a blob with the pickle, then come segments with large buffers, then
 shared memory that users created themselves. A receiver maps the segments privately. So the machine holds one copy of
-the data besides the sender's own, for any number of receivers, and each may write to what it received. A file that the
-user has mapped is a segment too: what the sender could write to it, receivers can.
+the data besides the sender's own, for any number of receivers, and each may write to what it received.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
-from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.own_code import users_part
 from nblaunch.machine.segments import NoRoomError, Segment
 from nblaunch.transfer import pickling, tensors
@@ -53,8 +51,8 @@ class _StoragePart(NamedTuple):
 class _Layout:
     """What the receiver of a parcel must know before it reads the pickle."""
 
-    segments: tuple[segments.Access, ...]
-    """How the receiver maps each."""
+    segments: int
+    """How many there are."""
     buffers: tuple[_Place | _StoragePart | int, ...]
     """For each buffer its place, or the index of a shared descriptor."""
     parts: tuple[str, ...]
@@ -101,13 +99,14 @@ def pack(
             none.
         home: See `nblaunch.transfer.pickling.Pickler`.
         is_cached: Whether to send again what the cache of sent data holds, and keep what is new. Default: False.
-        is_here: Whether all receivers are on this machine; see `nblaunch.machine.memory_maps.FileMaps`. Default: True.
+        is_here: Whether all receivers are on this machine: they map the files that this process has mapped. Default:
+            True.
 
     Raises:
         Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
         NoRoomError: There is no room; its ``sizes`` are those of the parts.
     """
-    outgoing = Outgoing(FileMaps(is_here))
+    outgoing = Outgoing(is_here)
     try:
         pickler = pickling.Pickler(outgoing, outgoing, home)
         for name, value in (parts or {}).items():
@@ -125,15 +124,13 @@ def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cache
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     whole, views = outgoing.resolve()
-    placed = outgoing.files.placed(whole)
-    new = [region for region in whole if region not in placed]
     place = sent_data_cache.place if is_cached else segments.write
-    placed |= zip(new, place(new, folder) if new else (), strict=True)
-    used = list({id(each.segment): each.segment for each in placed.values()}.values())
+    placed = place(whole, folder) if whole else []
+    used = list({id(each.segment): each.segment for each in placed}.values())
     numbers = {id(segment): number for number, segment in enumerate(used)}
 
     def place_of(region: int, view: View) -> _Place | _StoragePart:
-        at = placed[whole[region]]
+        at = placed[region]
         number, offset = numbers[id(at.segment)], view.span.address - whole[region].address
         if not view.unit:
             return _Place(number, at.offset + offset, view.span.size)
@@ -142,14 +139,14 @@ def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cache
         return _StoragePart(storage, offset - askew, view.span.size)
 
     layout = _Layout(
-        tuple(segment.access for segment in used),
+        len(used),
         tuple(each if isinstance(each, int) else place_of(*each) for each in views),
         parts,
     )
     head, size = pickle.dumps(layout, protocol=5), sum(map(len, outgoing.stream))
     in_folder = segments.find_room(size, folder) if size >= _MIN_CHECKED_BYTES else None
     blob = write_blob(head, *outgoing.stream, folder=in_folder)
-    return Parcel(blob, used, outgoing, sum(region.size for region in new if placed[region].is_new))
+    return Parcel(blob, used, outgoing, sum(region.size for region, at in zip(whole, placed, strict=True) if at.is_new))
 
 
 # ------------------------------------------------------------------ unpacking
@@ -170,14 +167,11 @@ def unpack(fds: Sequence[int]) -> Any:
 
 def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
     layout: _Layout = pickle.load(stream)
-    last = 1 + len(layout.segments)
-    mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
+    last = 1 + layout.segments
+    mapped = [segments.map_segment(fd, os.fstat(fd).st_size) for fd in fds[1:last]]
 
     def at(place: _Place) -> memoryview:
-        found = mapped[place.segment][place.offset : place.offset + place.size]
-        if len(found) < place.size:
-            raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
-        return found
+        return mapped[place.segment][place.offset : place.offset + place.size]
 
     @functools.cache
     def storage_at(place: _Place) -> Any:
@@ -186,9 +180,7 @@ def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
     def received(part: _Place | _StoragePart | int) -> Any:
         if isinstance(part, _StoragePart):
             return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
-        if not isinstance(part, _Place):
-            return fds[last + part]
-        return at(part).toreadonly() if layout.segments[part.segment] == "read-only" else at(part)
+        return at(part) if isinstance(part, _Place) else fds[last + part]
 
     def load(unpickler: Any) -> Any:
         for name in layout.parts:
@@ -204,18 +196,6 @@ def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
 
     buffers: Any = map(received, layout.buffers)
     return load(pickle.Unpickler(stream, buffers=buffers))
-
-
-def _mapped(fd: int, access: segments.Access = "private") -> memoryview:
-    size = os.fstat(fd).st_size
-    return segments.map_segment(fd, size, access) if size else memoryview(b"")  # of a file that was emptied
-
-
-def _path_of(fd: int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return "a file"
 
 
 class _Stream(mmap.mmap):

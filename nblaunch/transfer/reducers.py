@@ -491,7 +491,7 @@ def _lock(kind: Any, *about: Any) -> Any:
     *limits, name, received = about
     lock, address, memory = kind.__new__(kind), 0, None
     if received is not None:
-        memory = segments.map_segment(received._fd, mmap.PAGESIZE, "shared")
+        memory = segments.map_segment(received._fd, mmap.PAGESIZE, is_shared=True)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
     lock.__setstate__((address, *limits, name))
     lock._memory = memory  # lives as long as the lock

@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling, text_names
 from nblaunch.transfer.parameters import PROVIDED
@@ -61,8 +60,8 @@ class SentNames:
     Args:
         names: The notebook's namespace.
         ranks: The number of ranks.
-        is_here: Whether they are on this machine, where they see the content of files that the notebook has mapped.
-            Such a file counts by its identity. Default: True.
+        is_here: Whether they are on this machine, where they map the files that the notebook has mapped. Such a file
+            counts by its identity. Default: True.
     """
 
     def __init__(self, names: dict[str, Any], ranks: int, is_here: bool = True) -> None:
@@ -106,7 +105,7 @@ class SentNames:
         """
         for name in self._owned_by.keys() - self.names.keys():  # deleted in the notebook
             self._disown(name)
-        round_ = _Round(self, FileMaps(self.is_here), set(bound))
+        round_ = _Round(self, set(bound))
         for value in code:
             round_.scan(value)
         round_.need(names)
@@ -121,7 +120,7 @@ class SentNames:
         own = {name for name, value in values.items() if self.names.get(name) is value}
         for name in own:
             self._disown(name)
-        round_ = _Round(self, FileMaps(self.is_here), set())
+        round_ = _Round(self, set())
         round_.need(own)
         plain: list[Any] = []
         for name, value in values.items():
@@ -226,7 +225,6 @@ class _Round:
     """One `SentNames.gather`: every name is digested at most once."""
 
     sent: SentNames
-    files: FileMaps
     bound: set[str]
     digests: dict[str, bytes] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
@@ -272,7 +270,7 @@ class _Round:
         self.digests[name] = digest
 
     def _dump(self, name: str, value: Any) -> tuple[bytes, list[Any]]:
-        hasher = _Hasher(self.sent, self.files)
+        hasher = _Hasher(self.sent)
         home = _Digesting(self, name)
         pickling.Pickler(hasher, hasher, home).dump(value)
         self.need(home.used)
@@ -358,8 +356,8 @@ class _Packing:
 class _Hasher(NullSink):
     """Takes a pickle and its buffers, and keeps their digest alone."""
 
-    def __init__(self, sent: SentNames, files: FileMaps) -> None:
-        self._sent, self._files = sent, files
+    def __init__(self, sent: SentNames) -> None:
+        self._sent, self.is_here = sent, sent.is_here
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def digest(self) -> bytes:
@@ -377,11 +375,9 @@ class _Hasher(NullSink):
         status = os.fstat(fd)
         return pickle.PickleBuffer(b"%d %d" % (status.st_dev, status.st_ino))
 
-    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
+    def add_strided(self, array: Any, span: Region, unit: int = 0) -> pickle.PickleBuffer:
         import numpy
 
-        if file := self._files.identity_of(span, is_mapped):
-            return pickle.PickleBuffer(file.encode())
         if is_sparse(array, span):
             return pickle.PickleBuffer(_hash(numpy.ascontiguousarray(array).view(numpy.uint8).data))
         return pickle.PickleBuffer(self._sent.digest_of(span))

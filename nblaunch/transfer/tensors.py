@@ -55,14 +55,13 @@ class BufferSink(Protocol):
     def keep_until_received(self, owner: object) -> None:
         """Keep the owner of named shared memory alive until the receiver has attached it."""
 
-    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
+    def add_strided(self, array: Any, span: Region, unit: int = 0) -> pickle.PickleBuffer:
         """Return a buffer for an array's memory: its span; of a sparse one that shares it with no other, its elements.
 
         Args:
             array: The array, or anything that NumPy accepts as one.
             span: The memory that it spans.
             unit: Bytes of an element, for a tensor: a `StorageSlice` is received in place of the buffer.
-            is_mapped: Whether the memory is known to be mapped, perhaps from a file.
         """
 
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
@@ -171,8 +170,7 @@ def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...]
     if buffers is None or buffers.is_small(size):
         return storage_of_bytes, (memory.tobytes(),)
     buffers.keep_storage(storage)
-    is_mapped = storage.is_shared()  # as `torch.from_file` makes it
-    return storage_of_slice, (buffers.add_strided(memory, Region(storage.data_ptr(), size), 1, is_mapped),)
+    return storage_of_slice, (buffers.add_strided(memory, Region(storage.data_ptr(), size), 1),)
 
 
 def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
@@ -333,8 +331,8 @@ def _reduce_array(array: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
     is_large, is_whole = array.nbytes >= MIN_BUFFER_BYTES, array.flags.c_contiguous or array.flags.f_contiguous
     has_buffer = array.dtype.kind not in "mMV" or _has_buffer(array)
     is_view = getattr(array.base, "nbytes", 0) >= MIN_BUFFER_BYTES  # its base may be sent too
-    is_mapped = _is_mapped(array)
-    if not (is_mapped or (not (is_whole and has_buffer) if is_large else is_view)):
+    file = _file_of(array) if buffers.is_here else None
+    if file is None and not (not (is_whole and has_buffer) if is_large else is_view):
         if (is_whole and has_buffer) or (is_writable and (array.dtype.isnative or not has_buffer)):
             return None
         return array_of_copy, (array.copy(), is_writable)  # NumPy's reduction loses the flag and the byte order
@@ -342,8 +340,10 @@ def _reduce_array(array: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
     span = start + sum(step for step in steps if step > 0) + array.itemsize - low
-    buffer = buffers.add_strided(array, Region(low, span), is_mapped=is_mapped)
-    return strided_array, (buffer, array.dtype, array.shape, start - low, array.strides, span, is_writable)
+    layout = (array.dtype, array.shape, start - low, array.strides, span, is_writable)
+    if file is not None:
+        return mapped_array, (*_place_in(file, low, span), *layout)
+    return strided_array, (buffers.add_strided(array, Region(low, span)), *layout)
 
 
 def _has_buffer(array: Any) -> bool:
@@ -354,12 +354,52 @@ def _has_buffer(array: Any) -> bool:
         return False
 
 
-def _is_mapped(array: Any) -> bool:
-    """Return True if an array is a view of an ``mmap``, as NumPy's memmaps and arrays that were received are."""
-    owner = array.base
-    while isinstance(owner, (type(array), memoryview)):
-        owner = owner.obj if isinstance(owner, memoryview) else owner.base
-    return isinstance(owner, mmap.mmap)
+def _file_of(array: Any) -> Any:
+    """Return the memmap that an array is a view of; None if there is none, its file has lost its name, or it is a copy.
+
+    The mode ``c`` makes a copy.
+    """
+    numpy = sys.modules["numpy"]
+    found: Any = None
+    while isinstance(array, (numpy.ndarray, memoryview)):
+        found = array if isinstance(array, numpy.memmap) else found
+        array = array.obj if isinstance(array, memoryview) else array.base
+    is_map = found is not None and isinstance(array, mmap.mmap) and found.mode != "c" and found.filename is not None
+    return found if is_map and os.path.isfile(found.filename) else None
+
+
+def _place_in(file: Any, address: int, size: int) -> tuple[Any, ...]:
+    """Return the file's name, mode and identity, and where in it some memory of a memmap is.
+
+    Raises:
+        ValueError: The file was truncated, so that reading the memory would end the process.
+    """
+    offset = file.offset + address - file.__array_interface__["data"][0]
+    status = os.stat(file.filename)
+    if status.st_size < offset + size:
+        raise ValueError(
+            f"{file.filename} was truncated to {status.st_size} bytes, and its first {offset + size} are used: map it "
+            "again"
+        )
+    mode = "r" if file.mode == "r" else "r+"  # w+ would empty the file
+    return str(file.filename), mode, (status.st_dev, status.st_ino), offset, size
+
+
+def mapped_array(filename: str, mode: Any, identity: tuple[int, int], start: int, size: int, *layout: Any) -> Any:
+    """Map a part of a file as an array.
+
+    Raises:
+        ValueError: It is no longer the same file, or shorter.
+    """
+    import numpy
+
+    status = os.stat(filename)
+    if (status.st_dev, status.st_ino) != identity:
+        raise ValueError(f"{filename} is another file than the one that was sent: map it again")
+    if status.st_size < start + size:
+        raise ValueError(f"{filename} is shorter than what is mapped of it")
+    mapped: Any = numpy.memmap(filename, numpy.uint8, mode, start, size)
+    return strided_array(memoryview(mapped), *layout)
 
 
 def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import PayloadError
 from nblaunch.machine import sealed_files, segments
-from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.outgoing import Outgoing
@@ -275,7 +274,7 @@ def test_views_of_a_mapped_file_are_views_of_it_there_too(size: int, tmp_path: P
     outgoing = packed(views)
     arrived = unpack([os.dup(fd) for fd in outgoing.fds])
     outgoing.close()
-    assert len(outgoing.fds) == 3  # the pickle, the file, and what is no view of it
+    assert len(outgoing.fds) == 2  # the pickle, and what is no view of the file
     assert outgoing.copied <= 64 * 64 * 8
     array[:] += 1_000_000
     for here, there in zip(views, arrived, strict=True):
@@ -312,14 +311,37 @@ def test_a_mapped_file_is_written_to_only_where_it_was(mode: Any, tmp_path: Path
     assert int(array[0]) == int(np.fromfile(tmp_path / "data", np.int64)[0]) == 0
 
 
-def test_tensors_of_a_mapped_file_write_to_it_as_its_arrays_do(tmp_path: Path) -> None:
-    np.zeros(LARGE, np.int64).tofile(tmp_path / "data")
+def test_a_map_is_copied_without_its_file_and_to_other_machines(tmp_path: Path) -> None:
+    np.ones(LARGE, np.int64).tofile(tmp_path / "data")
     array = np.memmap(tmp_path / "data", np.int64, "r+")
-    tensor = torch.from_numpy(array)
-    by_torch = torch.from_file(str(tmp_path / "data"), shared=True, size=LARGE, dtype=torch.int64)
-    there, every_third, there_by_torch = sent((tensor, tensor[::3], by_torch))
-    there[0], every_third[1], there_by_torch[1] = 1, 4, 2
-    assert np.fromfile(tmp_path / "data", np.int64)[:4].tolist() == [1, 2, 0, 4]
+    outgoing = pack(lambda found: array, tmp_path, is_here=False)
+    elsewhere = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    (tmp_path / "data").unlink()
+    gone = sent(array)
+    array[:] = 2
+    assert int(elsewhere.sum()) == int(gone.sum()) == LARGE
+
+
+def test_a_file_that_was_replaced_meanwhile_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    np.zeros(LARGE, np.int64).tofile(path)
+    outgoing = packed(np.memmap(path, np.int64, "r"))
+    np.ones(LARGE, np.int64).tofile(tmp_path / "other")
+    (tmp_path / "other").replace(path)
+    with pytest.raises(ValueError, match=f"{path} is another file than the one that was sent: map it again"):
+        unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+
+
+def test_a_map_of_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    """Reading the pages that the file has lost would end the notebook with SIGBUS."""
+    np.zeros(LARGE, np.int64).tofile(tmp_path / "data")
+    array = np.memmap(tmp_path / "data", np.int64, "r")
+    os.truncate(tmp_path / "data", 4 * LARGE)
+    with pytest.raises(ValueError, match=f"data was truncated to {4 * LARGE} bytes, and its first {8 * LARGE} are"):
+        packed(array)
+    assert len(sent(array[: LARGE // 2])) == LARGE // 2
 
 
 def test_a_file_that_was_emptied_meanwhile_is_named(tmp_path: Path) -> None:
@@ -716,7 +738,7 @@ class FakeStorage:
 
 
 def test_gpu_tensors_are_sent_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := Outgoing(FileMaps()))  # type: ignore[misc]
+    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := Outgoing())  # type: ignore[misc]
     assert made is tensors.storage_on_own_device
     assert outgoing.from_gpu == 4 * LARGE
     monkeypatch.delenv("NBLAUNCH_RANK", raising=False)
