@@ -5,16 +5,14 @@ from __future__ import annotations
 import getpass
 import logging
 import math
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from nblaunch.launch.debug_console import DebugConsole
+from nblaunch.launch.debug_console import DebugConsole, Prompt
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.transcript import Prompt
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Note, Stream
@@ -24,7 +22,6 @@ from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.messages import Payload, Source
 from nblaunch.wire.session_messages import Question
 
-HERE = "cell"
 _log = logging.getLogger(__name__)
 
 
@@ -42,10 +39,6 @@ def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> 
     return DebugConsole(plan.world_size, sources, Debugging(can_type, plan.on_breakpoint == "fail", post_mortem))
 
 
-class _WithdrawnError(Exception):
-    """The line is not needed any more: the launch has ended, or it was typed elsewhere."""
-
-
 class CellInput:
     """See the module.
 
@@ -60,20 +53,10 @@ class CellInput:
         """A caller waits in the main thread."""
         self._noted: Sequence[str] = ()
         """What ranks were doing when a note named them last."""
-        self._printing = threading.Lock()
-        """Guards `_printed`. Taken before the console's lock; `_lock` is taken after it."""
-        self._printed = 0
-        """Parts of the console that the cell shows."""
-        self._lock = threading.Lock()
-        self._prompt: Prompt | None = None
+        self._reading: Prompt | None = None
         """What the cell waits for."""
-        self._deadline = math.inf
-        """When to stop waiting, by the monotonic clock."""
         self._write: Callable[[str, Stream], None] = lambda text, stream: None
         """Writes to the cell that waits, from any thread."""
-        self._is_withdrawn = False
-        self._is_elsewhere = False
-        """The user has typed in the panel, and goes on there."""
 
     def begin(self, *, blocking: bool) -> None:
         """Begin the launch; `blocking`: its caller calls `wait` at once."""
@@ -98,58 +81,23 @@ class CellInput:
             self._is_attended = False
 
     def _serve(self, deadline: float) -> None:
-        """Print what debuggers have printed, and read lines while one is open, until `deadline`."""
-        console, self._deadline = self._console, deadline
+        """Print what debuggers have printed, and read lines while one is open. A line may come after `deadline`."""
+        console = self._console
         while console.is_open and time.monotonic() < deadline:
             prompt = console.prompt  # first: the text before it is then printed
             self._print()
-            if self._is_elsewhere:
-                break
             if prompt is None:
                 console.wait(max(0.0, min(timeouts.SIGNAL_CHECK_INTERVAL_S, deadline - time.monotonic())))
-                continue
-            try:
-                console.type(prompt.number, self._read(prompt), HERE)
-            except _WithdrawnError:
-                continue
+            else:
+                console.type(prompt.number, self._read(prompt))
         self._print()
         if console.has_examined:
             host().was_examined()
 
     def _print(self) -> None:
-        if text := self._unprinted():
+        if text := self._console.take_text():
             sys.stdout.write(text)
             sys.stdout.flush()
-
-    def _unprinted(self) -> str:
-        with self._printing:
-            self._printed, parts = self._console.shown(self._printed)
-        self._is_elsewhere = self._is_elsewhere or any(part.typed_in not in ("", HERE) for part in parts)
-        return "".join(part.text for part in parts if part.typed_in != HERE)  # the page shows what was typed in its box
-
-    def _meanwhile(self) -> None:
-        """While the main thread waits for a line: print what is new, and end the wait in time."""
-        prompt = self._prompt
-        if not self._is_attended and not self._view.shows_console:
-            self._note_debuggers()
-        if prompt is None:
-            return
-        if time.monotonic() >= self._deadline:
-            self._withdraw()
-        elif text := self._unprinted():
-            again = f"\n{{}}{prompt.text}" if is_terminal(sys.stdout) else "{}"
-            try:
-                self._write(again.format(text), "out")
-            except Exception:  # noqa: BLE001  # a replaced stdout may raise anything; the task goes on
-                _log.warning("nblaunch: the cell cannot show what a debugger has printed", exc_info=True)
-
-    def _note_debuggers(self) -> None:
-        """Note which ranks of a launch in the background wait for the user, once each."""
-        states = self._console.states
-        new = [state for state in states if state not in self._noted]
-        self._noted = states
-        if new:
-            self._view.on(Note(f"{'; '.join(new)}: to debug, call wait() or result() of the launch"))
 
     def _read(self, prompt: Prompt) -> str | None:
         """Read a line; None at the end of the input.
@@ -158,27 +106,39 @@ class CellInput:
             KeyboardInterrupt: The user has interrupted the cell.
         """
         try:
-            try:
-                self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
-                self._prompt, self._is_withdrawn = prompt, False
-                self._console.on_withdrawn = self._withdraw
-                if self._console.prompt is not prompt:
-                    raise _WithdrawnError
-                return getpass.getpass(prompt.text) if prompt.is_secret else input(prompt.text)
-            finally:
-                with self._lock:
-                    self._prompt = None
+            self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
+            self._reading = prompt
+            return getpass.getpass(prompt.text) if prompt.is_secret else input(prompt.text)
         except EOFError:
             return None
-        except KeyboardInterrupt:
-            if self._is_withdrawn:
-                raise _WithdrawnError from None
-            raise
+        finally:
+            self._reading = None
 
-    def _withdraw(self) -> None:
-        """End the main thread's wait, from another thread."""
-        with self._lock:
-            if self._prompt is None or threading.current_thread() is threading.main_thread():
-                return
-            self._prompt, self._is_withdrawn = None, True
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    def _meanwhile(self) -> None:
+        """While the main thread waits for a line: print what is new, from the supervisor's thread."""
+        if not self._is_attended:
+            self._note_debuggers()
+        prompt = self._reading
+        if prompt is None:
+            return
+        text = self._console.take_text()
+        if self._console.prompt is not prompt and self._reading is prompt:
+            self._reading = None
+            text += "no rank waits for this line any more: press Enter\n"
+        if not text:
+            return
+        again = f"\n{{}}{prompt.text}" if is_terminal(sys.stdout) else "{}"
+        try:
+            self._write(again.format(text), "out")
+        except Exception:  # noqa: BLE001  # a replaced stdout may raise anything; the task goes on
+            _log.warning("nblaunch: the cell cannot show what a debugger has printed", exc_info=True)
+
+    def _note_debuggers(self) -> None:
+        """Note which ranks of a launch in the background wait for the user, once each."""
+        states = self._console.states
+        new = [state for state in states if state not in self._noted]
+        self._noted = states
+        if new:
+            self._view.on(
+                Note(f"{'; '.join(new)}: to debug, call wait() or result() of the launch, or run %distributed debug")
+            )

@@ -1,7 +1,7 @@
 """The debuggers of a task's ranks as one console: what it shows, and where a typed line goes.
 
-Ranks open debuggers; the supervisor passes their messages in. The user types in one or several places at once: in the
-cell, whose thread waits, and in the panel. One rank is in front, whose prompt is shown; the others wait.
+Ranks open debuggers; the supervisor passes their messages in. The user types in the cell, whose thread waits for the
+launch. One rank is in front, whose prompt is shown; the others wait.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from nblaunch.launch.open_debugger import HELP_ON, OpenDebugger, with_labels
-from nblaunch.launch.output.transcript import Prompt, Shown, Transcript
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import (
     Asked,
     Closed,
-    Complete,
-    Completions,
     Debugging,
     FromDebugger,
     Look,
@@ -33,6 +30,16 @@ from nblaunch.wire.debug_messages import (
     Typed,
 )
 from nblaunch.wire.messages import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A line that the console waits for."""
+
+    number: int
+    """Different for each line."""
+    text: str
+    is_secret: bool
 
 
 class DebugConsole:
@@ -48,8 +55,7 @@ class DebugConsole:
         paused_s: How long debuggers were open, in all attempts: time limits do not count it.
         has_quit: The user has ended the task by quitting a debugger.
         has_examined: The user has closed the debugger of an exception.
-        on_withdrawn: Called when a prompt ends, in any thread, with the lock held.
-        on_step: Called by `step`, in the supervisor's thread, without the lock.
+        on_step: Called by `step` and `end`, in the supervisor's thread, without the lock.
     """
 
     def __init__(
@@ -63,7 +69,6 @@ class DebugConsole:
         self.debugging = debugging or Debugging()
         self.has_quit = self.has_examined = False
         self.paused_s = 0.0
-        self.on_withdrawn: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes `wait`. No Condition: a KeyboardInterrupt in its Python code would leave the lock locked."""
@@ -82,13 +87,12 @@ class DebugConsole:
         """Ranks that have failed while no debugger was open."""
         self._looks: dict[int, float] = {}
         """When a look at a rank was asked for."""
-        self._transcript = Transcript()
+        self._unshown: list[str] = []
         self._prompt: Prompt | None = None
         self._prompted: Asked | None = None
         """What the prompt is for."""
-        self._task = self._prompts = self._completions = 0
+        self._task = self._prompts = 0
         self._outgoing: deque[tuple[int, ToDebugger]] = deque()
-        self._completing: dict[int, Future[tuple[str, ...]]] = {}
         self._wake: Callable[[], None] = lambda: None
         self._has_helped: set[OpenedBy] = set()
 
@@ -106,7 +110,7 @@ class DebugConsole:
             self._unannounced.clear()
             self.has_examined = False
             self._outgoing.clear()
-            self.end()
+            self._close_all()
 
     def take(self, message: FromDebugger) -> None:
         """Take a message of a rank."""
@@ -115,10 +119,6 @@ class DebugConsole:
             if isinstance(message, Opened):
                 open_here.append(OpenDebugger(message, self._sources, is_called=bool(message.command)))
                 self._note_opened(open_here[-1], is_wanted=self._looks.pop(message.rank, None) is not None)
-            elif isinstance(message, Completions):
-                waiting = self._completing.pop(message.request, None)
-                if waiting is not None:
-                    waiting.set_result(message.names)
             elif open_here:
                 self._take_from(open_here, message)
             self._choose()
@@ -194,9 +194,13 @@ class DebugConsole:
     def end(self) -> None:
         """End the task: nothing is asked any more."""
         with self._lock:
-            self._open.clear()
-            self._front = self._steps_since = None
-            self._choose()
+            self._close_all()
+        self.on_step()
+
+    def _close_all(self) -> None:
+        self._open.clear()
+        self._front = self._steps_since = None
+        self._choose()
 
     # -------------------------------------------------------------- what is shown
     def _note_opened(self, debugger: OpenDebugger, *, is_wanted: bool) -> None:
@@ -230,13 +234,14 @@ class DebugConsole:
             self._show(f"rank {rank}: {''.join(debugger.answer) or chr(10)}")
             debugger.answer.clear()
 
-    def _show(self, text: str, typed_in: str = "") -> None:
-        self._transcript.add(text, typed_in)
+    def _show(self, text: str) -> None:
+        self._unshown.append(text)
 
-    def shown(self, start: int) -> tuple[int, Sequence[Shown]]:
-        """Return the number of parts that the console has shown, and those from number `start` on."""
+    def take_text(self) -> str:
+        """Return what the console shows since the last call."""
         with self._lock:
-            return len(self._transcript), self._transcript.since(start)
+            text, self._unshown = "".join(self._unshown), []
+        return text
 
     # -------------------------------------------------------------- the prompt
     @property
@@ -283,13 +288,12 @@ class DebugConsole:
         if asked is not None:
             self._prompts += 1
             text = f"(rank {asked.rank} of {self._world_size}) {asked.prompt}"
-            self._prompt = Prompt(self._prompts, asked.rank, text, asked.is_secret)
-        self.on_withdrawn()
+            self._prompt = Prompt(self._prompts, text, asked.is_secret)
 
     @property
     def prompt(self) -> Prompt | None:
         """The line that is waited for; None if there is none now."""
-        with self._lock:  # a new prompt is not seen before `on_withdrawn` has ended the last one
+        with self._lock:
             return self._prompt
 
     def wait(self, seconds: float) -> None:
@@ -298,28 +302,22 @@ class DebugConsole:
             self._news.get(timeout=seconds)
 
     # -------------------------------------------------------------- the user
-    def type(self, number: int, line: str | None, typed_in: str) -> bool:
-        """Take the line that a prompt waits for.
+    def type(self, number: int, line: str | None) -> None:
+        """Take the line that a prompt waits for. No effect if the prompt has ended, as with its rank.
 
         Args:
             number: Of the prompt.
             line: What was typed; None: the end of the input.
-            typed_in: Where.
-
-        Returns:
-            False if the prompt is answered already, or withdrawn.
         """
         with self._lock:
-            prompt = self._prompt
-            if prompt is None or prompt.number != number:
-                return False
-            self._show(f"{prompt.text}{'…' if prompt.is_secret else line or ''}\n", typed_in)
-            top = self._open[prompt.rank][-1]
+            if self._prompt is None or self._prompt.number != number or self._front is None:
+                return
+            rank = self._front
+            top = self._open[rank][-1]
             if line is None or not (top.takes_command and self._is_ours(line.strip())):
-                self._send(prompt.rank, top, line)
+                self._send(rank, top, line)
             self._choose()
             self._wake()
-            return True
 
     def _send(self, rank: int, debugger: OpenDebugger, line: str | None) -> None:
         asked, debugger.asked = debugger.asked, None
@@ -384,16 +382,3 @@ class DebugConsole:
             self._turn_to(rank)
             self._choose()
             self._wake()
-
-    def complete(self, text: str) -> Future[tuple[str, ...]]:
-        """Return a future of the names that may follow in the rank in front."""
-        future: Future[tuple[str, ...]] = Future()
-        with self._lock:
-            if self._prompt is None:
-                future.set_result(())
-            else:
-                self._completions += 1
-                self._completing = {self._completions: future}  # an older one is forgotten
-                self._outgoing.append((self._prompt.rank, Complete(self._task, self._completions, text)))
-                self._wake()
-        return future

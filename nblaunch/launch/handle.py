@@ -143,7 +143,7 @@ class Launch:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended.
 
-        Meanwhile a debugger of the ranks opens in the cell.
+        Meanwhile a debugger of the ranks opens in the cell. A line that it asks for may come after `timeout`.
         """
         return self._input.wait(self._finished, timeout)
 

@@ -362,8 +362,10 @@ class Task:
     def _show_states(self) -> None:
         changed = []
         stopped = self.ladder.interrupted | self.ladder.killed if self.ladder is not None else set()
+        waiting = self.console.stopped
         for rank in self.ranks:
             state = "returned" if self._is_kept and rank.done is not None else rank.state(stopped)
+            state = "waiting" if state == "running" and rank.rank in waiting else state
             if state != rank.shown and rank.member.has_started:
                 rank.shown = state
                 changed.append(rank.member.status(state))

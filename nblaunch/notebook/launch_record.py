@@ -48,7 +48,6 @@ def record_of(
         log_dir=str(info.log_dir) if info else "",
         launch_id=info.launch_id if info else "",
         outputs=outputs,
-        debugging=state.console.for_record,
     )
 
 

@@ -106,8 +106,9 @@ class DistributedMagics(Magics):
         "(all launches), release (give other machines' nodes back, and end the ranks there), free (data of earlier "
         "launches, cached for the next ones), "
         "preload (import the modules that follow ahead of later launches), session (start ranks that stay; then "
-        "status, restart, regroup or stop), who (the names that a session's ranks have), debug (the last error of a "
-        "session's cell), help (this text) or auto on (every cell runs in the session; %%%%local does not)",
+        "status, restart, regroup or stop), who (the names that a session's ranks have), debug (a background "
+        "launch whose rank waits for you, else the last error of a session's cell), help (this text) or auto on (every "
+        "cell runs in the session; %%%%local does not)",
     )
     @argument("words", nargs="*", help="of preload: names of modules; of session: what to do; of auto: on or off")
     @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")

@@ -171,34 +171,6 @@ class StuckEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptEntry:
-    """A line that the debug console waits for."""
-
-    number: int
-    rank: int
-    text: str
-    is_secret: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionsEntry:
-    """The names that may follow: the answer to a request."""
-
-    request: int
-    names: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class DebugEntry:
-    """What the debug console has shown since the previous entry, its prompt, and the ranks that wait for the user."""
-
-    text: str
-    prompt: PromptEntry | None
-    ranks: Sequence[int]
-    completions: CompletionsEntry | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class OutputContent:
     """One output: safe HTML, the source of an image, or text; with the text that stands for it."""
 
@@ -256,7 +228,6 @@ class Changes:
     failure: FailureEntry | None = None
     stacks: StacksEntry | None = None
     stuck: StuckEntry | None = None
-    debug: DebugEntry | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,35 +329,15 @@ class OlderRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypedLine:
-    """The line that a prompt waits for; null: the end of the input."""
-
-    kind: Literal["type"] = "type"
-    launch: str
-    number: int
-    line: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
-    """The user asks for the names that may follow a text, in the frame of the rank that the prompt is of."""
-
-    kind: Literal["complete"] = "complete"
-    launch: str
-    request: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LookRequest:
-    """The user turns to a rank: a rank that has not stopped shows what it does."""
+    """The user looks at a rank: its debugger opens in the cell, or for who waits for the launch."""
 
     kind: Literal["look"] = "look"
     launch: str
     rank: int
 
 
-FromPage = Request | Resync | RecordRequest | OlderRequest | TypedLine | CompletionRequest | LookRequest
+FromPage = Request | Resync | RecordRequest | OlderRequest | LookRequest
 
 
 def to_content(message: ToPage | PanelInfo | OutputContent) -> dict[str, Any]:
@@ -416,10 +367,6 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
                     start=int(content["start"]),
                     end=int(content["end"]),
                 )
-            case "type" if isinstance(line := content["line"], str | None):
-                return TypedLine(launch=str(content["launch"]), number=int(content["number"]), line=line)
-            case "complete" if isinstance(text := content["text"], str):
-                return CompletionRequest(launch=str(content["launch"]), request=int(content["request"]), text=text)
             case "look" if (rank := int(content["rank"])) >= 0:
                 return LookRequest(launch=str(content["launch"]), rank=rank)
     except (KeyError, TypeError, ValueError):

@@ -48,7 +48,6 @@ from nblaunch.notebook.log_feed import Chunk, LogFeed, older_lines
 from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.page_messages import (
     Acknowledged,
-    CompletionRequest,
     Delta,
     LogPart,
     LookRequest,
@@ -59,7 +58,6 @@ from nblaunch.notebook.page_messages import (
     Request,
     Resync,
     Snapshot,
-    TypedLine,
     from_content,
     to_content,
 )
@@ -89,7 +87,6 @@ class PanelView(View):
     """
 
     wants_text = False
-    shows_console = True
     shows_failures = True
 
     def __init__(self, shell: Any) -> None:
@@ -153,8 +150,6 @@ class PanelView(View):
         with self._lock:
             if self._info is None:
                 self._state = PanelState(info.world_size)
-                if self._controls is not None:
-                    self._state.console.open(self._controls.console, is_in_cell=self._blocking)
             self._info = info
             self._files.append(info.files)
             self._state.start(info)
@@ -418,8 +413,10 @@ class PanelView(View):
                 self._answer(request)
             case Request() as request:
                 self._obey(request)
-            case TypedLine() | CompletionRequest() | LookRequest() as request if self._is_of(request.launch):
-                self._state.console.obey(request)
+            case LookRequest(rank=rank) as request if self._is_of(request.launch):
+                controls = self._controls
+                if controls is not None:
+                    controls.console.look(rank)
 
     def _is_of(self, launch: str) -> bool:
         """Return True if a request is for this launch: the page may show several."""

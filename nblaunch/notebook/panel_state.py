@@ -33,7 +33,6 @@ from nblaunch.notebook.page_messages import (
     StateEntry,
     StuckEntry,
 )
-from nblaunch.notebook.panel_console import PanelConsole
 
 # fmt: off
 _Part = Literal[
@@ -127,7 +126,6 @@ class PanelState:
         self.failure: Failure | None = None
         self.stacks: StacksEntry | None = None
         self.stuck = StuckEntry((), ())
-        self.console = PanelConsole()
         self._has_noted_limit = False
         self._changed: dict[_Part, set[int]] = {}
         """Changed parts, each with its changed ranks (notes: indices)."""
@@ -233,7 +231,6 @@ class PanelState:
     def end(self, outcome: Outcome) -> None:
         """Set the outcome of the launch."""
         self.pids.clear()
-        self.console.close()
         self.set_stuck(0.0, Stuck())
         self.failure = outcome.failure
         for rank, state in self.ranks.items():
@@ -256,13 +253,12 @@ class PanelState:
     @property
     def is_changed(self) -> bool:
         """True if something has changed since the last `delta` or `snapshot`."""
-        return bool(self._changed) or self.console.is_changed
+        return bool(self._changed)
 
     def delta(self) -> Changes | None:
         """Return what has changed since the last call; None if nothing has."""
         changed, self._changed = self._changed, {}
-        debug = self.console.delta()
-        if not changed and debug is None:
+        if not changed:
             return None
         return Changes(
             state=self.state if "state" in changed else None,
@@ -277,7 +273,6 @@ class PanelState:
             failure=_failure_entry(self.failure) if "failure" in changed else None,
             stacks=self.stacks if "stacks" in changed else None,
             stuck=self.stuck if "stuck" in changed else None,
-            debug=debug,
         )
 
     def snapshot(self) -> Changes:
@@ -296,7 +291,6 @@ class PanelState:
             failure=_failure_entry(self.failure),
             stacks=self.stacks,
             stuck=self.stuck,
-            debug=self.console.snapshot(),
         )
 
     def _rank_entries(self, ranks: Iterable[int]) -> list[RankEntry]:

@@ -79,8 +79,6 @@ class Record:
     """The page's script shows the live panel in place of the record with this id."""
     outputs: Sequence[RankOutputs] = ()
     """What ranks have displayed, by rank."""
-    debugging: Sequence[str] = ()
-    """The last lines of the debug console, with colour sequences."""
 
     def heading(self) -> tuple[str, str, list[str]]:
         """Return the mark and colour of the state, and the facts that follow it."""

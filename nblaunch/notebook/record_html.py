@@ -53,7 +53,6 @@ _MAX_RANKS = 64
 _MAX_CHARTS_BYTES = 52 << 10
 _MAX_TAILS_BYTES = 22 << 10
 _MAX_TRACEBACK_BYTES = 8 << 10
-_MAX_DEBUGGING_BYTES = 6 << 10
 """Together with the markup, all parts stay below 150 KB."""
 _MAX_LINE_LENGTH = 400
 """Characters of one line of a log."""
@@ -73,7 +72,6 @@ def as_html(record: Record) -> str:
         _header(record),
         _failure(record.failure) if record.failure else message,
         *(f'<div style="margin-top:6px">{_with_code(note)}</div>' for note in record.notes[-_MAX_NOTES:]),
-        _folded("debugging", block(record.debugging, _MAX_DEBUGGING_BYTES), is_open=True) if record.debugging else "",
         outputs_html(record.outputs),
         _metrics(record, groups),
         _table([summary for group in groups for summary in group]),

@@ -13,7 +13,6 @@ from nblaunch.notebook.record import Record, one_line, plain, within
 from nblaunch.notebook.record_outputs import outputs_text
 
 _MAX_TRACEBACK_BYTES = 2000
-_MAX_DEBUGGING_BYTES = 900
 _MAX_METRICS_BYTES = 1300
 _MAX_TAILS_BYTES = 1700
 """Less, if the parts would exceed `_MAX_BYTES`."""
@@ -37,7 +36,6 @@ def as_text(record: Record) -> str:
         first,
         _failure_text(record.failure) if record.failure else within(plain(record.message), 500),
         "\n".join(one_line(note, 300) for note in record.notes[-3:]),
-        _debugging_text(record.debugging),
         outputs,
         _metrics_text(summaries),
         f"logs: {one_line(record.log_dir, 300)}" if record.log_dir else "",
@@ -59,13 +57,6 @@ def _failure_text(failure: Failure) -> str:
     if failure.others:
         lines += ["then, on other ranks:", *(f"  {one_line(other, 100)}" for other in failure.others[:_MAX_OTHERS])]
     return "\n".join([*lines, ""])
-
-
-def _debugging_text(lines: Sequence[str]) -> str:
-    excerpt = Excerpt(0, _MAX_DEBUGGING_BYTES, prefix="  ")
-    for line in terminal_lines(lines):
-        excerpt.add(within(clean(without_colours(line)), 150))
-    return f"debugging:\n{excerpt.text('…').rstrip()}" if lines else ""
 
 
 def _metrics_text(summaries: Sequence[Summary]) -> str:

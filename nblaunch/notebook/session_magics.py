@@ -10,6 +10,7 @@ from IPython.core.error import UsageError
 from nblaunch.engines import current
 from nblaunch.launch import live_sessions
 from nblaunch.launch.frontend import host
+from nblaunch.launch.handle import live_launches
 from nblaunch.launch.live_sessions import session
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
@@ -135,6 +136,9 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         if words:
             raise UsageError(f"%distributed who {' '.join(words)}: write --name for the session of a name")
         return _who(_named(given))
+    if action == "debug" and not given and (waiting := [each for each in live_launches() if each.console.stopped]):
+        waiting[0].wait()
+        return ""
     if action == "debug":
         allow("name", "session", "rank")
         _debug(_named(given), words, given.get("rank") or ())

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import linecache
 import re
-import rlcompleter
 import sys
 import threading
 import time
@@ -77,7 +76,6 @@ class RankDebugger(Pdb):
         with keyboard.turn:
             self.is_open, self._screen.thread = True, threading.get_ident()
             self._screen.others = sys.stdout if sys.stdout is not self._screen else self._screen.others
-            keyboard.complete = self._complete
             error = tb_or_exc if isinstance(tb_or_exc, BaseException) else None
             link.send(self._opened(frame, error))
             if error is not None and not _TAKES_EXCEPTIONS:
@@ -90,7 +88,6 @@ class RankDebugger(Pdb):
                 raise KeyboardInterrupt from None
             finally:
                 self.is_open = False
-                keyboard.complete = lambda text: []
                 if frame is not None:
                     frame.f_globals.pop("__pdb_convenience_variables", None)  # $_frame, which keeps the frame alive
                 self._screen.send()
@@ -313,14 +310,6 @@ class RankDebugger(Pdb):
         """Return the names of the frame. To read ``f_locals`` again would undo assignments before Python 3.13."""
         frame: Any = self.curframe
         return {**frame.f_globals, **(getattr(self, "curframe_locals", None) or frame.f_locals)}
-
-    def _complete(self, text: str) -> list[str]:
-        """Return the names of the frame that may follow."""
-        if self.curframe is None:
-            return []
-        completer = rlcompleter.Completer(self._names())
-        found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
-        return sorted({name.rstrip("() ") for name in found})
 
 
 def _is_ours(frame: FrameType) -> bool:

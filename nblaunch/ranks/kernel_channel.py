@@ -15,7 +15,7 @@ from nblaunch.machine import processes
 from nblaunch.ranks import group_sockets
 from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
-from nblaunch.wire.debug_messages import Complete, Look, ToDebugger, Typed
+from nblaunch.wire.debug_messages import Look, ToDebugger, Typed
 from nblaunch.wire.messages import Free, Interrupt, Interrupted, Task
 
 
@@ -138,7 +138,7 @@ class KernelChannel:
                 elif isinstance(message, Free) and message.task >= self.task:  # a later one waits for this one
                     with contextlib.suppress(Exception):  # it is asked again, and then killed
                         group_sockets.cut()  # before the next task is read
-                elif isinstance(message, (Typed, Complete, Look)) and message.task == self.task:
+                elif isinstance(message, (Typed, Look)) and message.task == self.task:
                     self.on_typed(message)
         finally:
             self._arriving.put(None)

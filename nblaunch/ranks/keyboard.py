@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import io
 import os
@@ -15,9 +14,8 @@ from typing import Any
 
 from nblaunch.machine import timeouts
 from nblaunch.ranks.kernel_channel import KernelChannel
-from nblaunch.wire.debug_messages import Asked, Closed, Complete, Completions, Look, Opened, Printed, ToDebugger, Typed
+from nblaunch.wire.debug_messages import Asked, Closed, Look, Opened, Printed, ToDebugger, Typed
 
-_MAX_COMPLETIONS = 100
 _MAX_TEXT = 1 << 20
 """Characters that one command may print."""
 
@@ -31,7 +29,6 @@ class Keyboard:
     Attributes:
         turn: Held by the thread whose debugger or ``input`` is open. Reentrant.
         can_type: Whether the user can type in the present task.
-        complete: Returns the names that may follow a text, while a debugger is open.
         look: Called by the reading thread when the kernel asks for a look.
     """
 
@@ -39,7 +36,6 @@ class Keyboard:
         self.link = link
         self.turn = threading.RLock()
         self.can_type = False
-        self.complete: Callable[[str], list[str]] = lambda text: []
         self.look: Callable[[Look], None] = lambda message: None
         self._lines: queue.SimpleQueue[Typed | None] = queue.SimpleQueue()
         """Answers to the last request. None: something has happened."""
@@ -93,20 +89,8 @@ class Keyboard:
     def _take(self, message: ToDebugger) -> None:
         if isinstance(message, Typed):
             self._lines.put(message)
-        elif isinstance(message, Look):
+        else:
             self.look(message)
-        elif isinstance(message, Complete):
-            try:
-                _thread.start_new_thread(self._answer, (message,))  # a property of the user's may take long
-            except RuntimeError:  # ulimit -u
-                self.link.send(Completions(self.link.rank, self.link.task, message.request, ()))
-
-    def _answer(self, message: Complete) -> None:
-        try:
-            found = self.complete(message.text)[:_MAX_COMPLETIONS]
-        except Exception:  # noqa: BLE001  # whatever the user's __getattr__ raises
-            found = []
-        self.link.send(Completions(self.link.rank, self.link.task, message.request, tuple(found)))
 
     def _release(self) -> None:
         """Let the thread that waits for a line see the interrupt: no SIGINT reaches any but the main one."""

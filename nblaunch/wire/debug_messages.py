@@ -77,16 +77,6 @@ class Closed:
     """Whether the user has quit: the task is to be stopped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completions:
-    """The names that may follow."""
-
-    rank: int
-    task: int
-    request: int
-    names: tuple[str, ...]
-
-
 # ------------------------------------------------------------------ kernel -> rank
 @dataclass(frozen=True, slots=True)
 class Typed:
@@ -98,15 +88,6 @@ class Typed:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
-    """Ask an open debugger for completions of a text in its frame."""
-
-    task: int
-    request: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Look:
     """Open a debugger beside the main thread, on the frames that it is in. No effect if one is open."""
 
@@ -115,5 +96,5 @@ class Look:
     """Run this alone, and close; empty: stay."""
 
 
-FromDebugger = Opened | Printed | Asked | Closed | Completions
-ToDebugger = Typed | Complete | Look
+FromDebugger = Opened | Printed | Asked | Closed
+ToDebugger = Typed | Look

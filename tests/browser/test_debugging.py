@@ -1,4 +1,4 @@
-"""Debugging in the panel of a real JupyterLab in Chromium: the console, and what stuck ranks offer."""
+"""Debugging in a real JupyterLab in Chromium: the cell's box, and what stuck ranks offer."""
 
 from __future__ import annotations
 
@@ -23,71 +23,40 @@ def train(rank):
 BOX = ".jp-Stdin-input"
 
 
-def line(lab: Lab) -> Locator:
-    """The line that waits to be typed."""
-    return lab.panel.locator(".nbl-debug-input:not([readonly])")
-
-
-def says(lab: Lab, text: str) -> None:
-    lab.panel.locator(".nbl-debug-screen", has_text=text).wait_for()
-
-
-def enter(lab: Lab, text: str) -> None:
-    line(lab).fill(text)
-    line(lab).press("Enter")
-
-
-@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
-def test_a_background_launch_is_debugged_across_a_reload(fresh_lab: Lab) -> None:
-    lab = fresh_lab
-    lab.run(STOPS + "launch = notebook_launcher(train, num_processes=2, block=False)")
-    line(lab).wait_for()
-    enter(lab, "p weights")
-    says(lab, "tensor([2., 2., 2.])")
-    line(lab).type("p we")
-    line(lab).press("Tab")
-    lab.panel.get_by_role("button", name="weights").wait_for()
-    keep_picture(lab.page, f"panel-debugger-{lab.app}.png")
-    line(lab).type("r")
-    line(lab).press("Tab")
-    eventually(lambda: line(lab).input_value() == "p weird")
-    line(lab).press("Enter")
-    says(lab, "'value'")
-    line(lab).press("ArrowUp")
-    line(lab).press("ArrowUp")
-    assert line(lab).input_value() == "p weights"
-    lab.panel.locator(".nbl-name").click()
-    lab.save_and_reload()
-    says(lab, "tensor([2., 2., 2.])")
-    enter(lab, "c")
-    lab.wait_for_state("finished")
-    lab.log_says("[rank 1] done")
-
-
 def box(lab: Lab) -> Locator:
     """The input box of the cell."""
     return lab.page.locator(f"{BOX}:visible")
 
 
-def test_the_cells_box_and_the_panel_take_turns_also_after_a_reload(lab: Lab) -> None:
-    lab.run(STOPS + "notebook_launcher(train, num_processes=2)[1]")
-    line(lab).wait_for()
-    box(lab).fill("p weird")
+def enter(lab: Lab, text: str) -> None:
+    box(lab).fill(text)
     box(lab).press("Enter")
-    lab.page.locator(".jp-OutputArea-output", has_text="'value'").first.wait_for()
-    says(lab, "'value'")
-    line(lab).wait_for()
-    eventually(lambda: box(lab).count() == 1)  # the first one goes
-    keep_picture(lab.page, "panel-debugger-box.png")
-    lab.panel.locator(".nbl-name").click()
-    lab.save_and_reload()
-    says(lab, "'value'")
+
+
+@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
+def test_a_background_launch_says_what_brings_the_prompt(fresh_lab: Lab) -> None:
+    lab = fresh_lab
+    debug = "import time\nwhile not launch.console.stopped:\n    time.sleep(0.01)\n%distributed debug"
+    lab.run(STOPS + "launch = notebook_launcher(train, num_processes=2, block=False)", debug)
+    lab.panel.locator(".nbl-rank-state", has_text="waits for you").wait_for()
+    lab.panel.locator(".nbl-note", has_text="or run %distributed debug").wait_for()
+    keep_picture(lab.page, f"panel-debugger-{lab.app}.png")
+    box(lab).wait_for()
     enter(lab, "p weights")
-    says(lab, "tensor([2., 2., 2.])")
-    assert box(lab).count() == 0
+    lab.output("tensor([2., 2., 2.])").first.wait_for()
+    eventually(lambda: box(lab).evaluate_all("all => all.length === 1 && !all[0].value"))
     enter(lab, "c")
     lab.wait_for_state("finished")
-    assert box(lab).count() == 0
+    lab.log_says("[rank 1] done")
+
+
+def test_stop_ends_a_cell_that_waits_for_a_line(lab: Lab) -> None:
+    lab.run(STOPS + "notebook_launcher(train, num_processes=2)[1]")
+    box(lab).wait_for()
+    lab.panel.locator(".nbl-pill", has_text="Waiting for you: rank 1").wait_for()
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
+    lab.output("KeyboardInterrupt").first.wait_for()
 
 
 @pytest.mark.parametrize("size", [(1200, 1040)])
@@ -127,10 +96,9 @@ notebook_launcher(waits, num_processes=2, stop_grace={GRACE})
     lab.panel.locator(".nbl-stuck", has_text="rank 1 has begun 0 of 1").wait_for(timeout=LONG * 1000)
     keep_picture(lab.page, "panel-stuck.png")
     lab.button("Debug rank 1").click()
-    line(lab).wait_for()
-    eventually(lambda: line(lab).evaluate("input => input === document.activeElement"))
+    box(lab).wait_for()
     enter(lab, "p late")
-    says(lab, "'not yet'")
+    lab.output("'not yet'").first.wait_for()
     keep_picture(lab.page, "panel-look.png")
     lab.panel.locator(".nbl-stuck").get_by_role("button", name="Stop").click()
     lab.wait_for_state("stopped")

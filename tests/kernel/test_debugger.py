@@ -28,6 +28,7 @@ def train(rank):
 """
 RUN = "print(list(notebook_launcher(train, num_processes=2)))"
 PROMPTS = ["(rank 0 of 2) ", "(rank 1 of 2) "]
+GONE = "no rank waits for this line any more: press Enter"
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +78,10 @@ def test_statements_of_several_lines_can_be_typed(kernel: Kernel) -> None:
     assert said.endswith("[[1.0, 1.0], [1.0, 1.0]]\n")
 
 
-@pytest.mark.parametrize("looks", ["complete", "interact"])
-def test_assignments_survive_what_reads_the_names(kernel: Kernel, looks: str) -> None:
+def test_assignments_survive_what_reads_the_names(kernel: Kernel) -> None:
     body = "%%distributed -n 1\ndef f():\n    x = 1\n    breakpoint()\n    return x\nf()"
     request = kernel.start_cell(body)
-    kernel.type(request, "!x = 5", *(["interact", "x", "exit()"] if looks == "interact" else ["n"]), "!x += 0", "c")
+    kernel.type(request, "!x = 5", "interact", "x", "exit()", "!x += 0", "c")
     assert kernel.finish_cell(request).check().value == "5"
 
 
@@ -159,6 +159,8 @@ def test_a_look_ends_with_the_task_and_spares_the_next(kernel: Kernel, tmp_path:
         kernel.type(request, "rank 0", "p rank")
         assert kernel.wait_for_prompt() == PROMPTS[0]
         (tmp_path / "go").touch()
+        kernel.finish_cell(request, until=GONE)
+        kernel.client.input("")
         assert kernel.wait_for_prompt() == PROMPTS[1]
         kernel.client.input("c")
         kernel.finish_cell(request).check()
@@ -351,34 +353,37 @@ def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("victim", ["stops", "waits"])
-def test_the_box_goes_when_a_rank_dies(kernel: Kernel, folder: Path, victim: str) -> None:
+def test_a_death_ends_the_debugging(kernel: Kernel, folder: Path, victim: str) -> None:
     who = "rank == 1" if victim == "stops" else "rank == 0"
     note = f"import os\n    if {who}: (folder / 'pid').write_text(str(os.getpid()))\n    x = torch"
     request = kernel.start_cell(STOPS.replace("x = torch", note, 1) + RUN)
     kernel.wait_for_prompt()
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-    if victim == "waits":  # the one that debugs goes on until the user has seen enough
-        kernel.finish_cell(request, until="rank 0")
-        kernel.client.input("c")
+    kernel.finish_cell(request, until=GONE if victim == "stops" else "rank 0")
+    kernel.client.input("c")
     assert "RankDiedError" in kernel.finish_cell(request).error
 
 
 @pytest.mark.parametrize("pid", ["os.getppid()", "psutil.Process(os.getppid()).ppid()"], ids=["reaper", "fork server"])
-def test_the_box_goes_when_the_ranks_parents_die(kernel: Kernel, folder: Path, pid: str) -> None:
+def test_the_death_of_the_ranks_parents_ends_the_debugging(kernel: Kernel, folder: Path, pid: str) -> None:
     kernel.run("import os, psutil").check()
     body = f"(folder / 'pid').write_text(str({pid}))\n    breakpoint()\n    rank"
     request = kernel.start_cell(f"%%distributed -n 2\nif rank:\n    {body}")
     kernel.wait_for_prompt()
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+    kernel.finish_cell(request, until=GONE)
+    kernel.client.input("")
     assert re.match("Rank(Lost|Died)Error", kernel.finish_cell(request).error)
     kernel.run("notebook_launcher(lambda: None, num_processes=1)").check()
 
 
-def test_the_box_goes_when_the_launch_is_stopped_elsewhere(kernel: Kernel) -> None:
+def test_a_stop_from_elsewhere_ends_the_debugging(kernel: Kernel) -> None:
     stops = "import threading\nfrom nblaunch.launch.handle import live_launches as live\n"
     stops += "threading.Timer(1.0, lambda: live()[0].stop()).start()\n"
     request = kernel.start_cell(STOPS + stops + RUN)
     kernel.wait_for_prompt()
+    kernel.finish_cell(request, until=GONE)
+    kernel.client.input("")
     assert kernel.finish_cell(request).error.startswith("LaunchStoppedError")
 
 
@@ -587,7 +592,7 @@ def test_a_stop_in_the_background_is_noted(kernel: Kernel) -> None:
     kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
     assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("job").value
     assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("%distributed status").text
-    kernel.follow_cell(begin, until=": to debug, call wait() or result() of the launch")
+    kernel.follow_cell(begin, until=": to debug, call wait() or result() of the launch, or run %distributed debug")
     kernel.debug("job.wait()", "c").check()
     assert cell.text.count("to debug, call") == 1
 
@@ -598,13 +603,22 @@ def test_a_breakpoint_that_nothing_shows_is_passed_by(kernel: Kernel) -> None:
     assert "True [[1.0, 1.0], [1.0, 1.0]]" in cell.text
 
 
-def test_a_wait_keeps_its_timeout_while_a_prompt_is_open(kernel: Kernel) -> None:
+def test_a_wait_that_is_over_ends_after_the_line(kernel: Kernel) -> None:
     kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
     kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
-    request = kernel.start_cell("print('ended:', job.wait(1.5))")
+    request = kernel.start_cell("print('ended:', job.wait(0.5))")
     kernel.wait_for_prompt()
+    time.sleep(1)  # longer than the timeout
+    kernel.client.input("p x")
     assert "ended: False" in kernel.finish_cell(request).check().text
     assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.debug("print(list(job.result()))", "c").check().text
+
+
+def test_the_magic_brings_the_prompt_of_a_background_launch(kernel: Kernel) -> None:
+    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
+    kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
+    assert "tensor([1., 1.])" in plain(kernel.debug("%distributed debug", "p x", "c").check())
+    assert kernel.ask("list(job.result())") == [[1.0, 1.0], [1.0, 1.0]]
 
 
 STOPS_FIRST = """

@@ -153,7 +153,13 @@ def test_an_interrupt_that_comes_too_late_hits_no_later_task(ranks: Group, tmp_p
     for member in ranks.group.members:
         ranks.group.interrupt(member.rank, first.number)
         member.worker.tell(Look(second.number, "place"))  # its answer shows that the interrupt was read
-    ranks.follow(second, lambda: len(second.console.shown(0)[1]) == 2)
+    said: list[str] = []
+
+    def both_have_answered() -> bool:
+        said.append(second.console.take_text())
+        return "".join(said).count("rank ") == 2
+
+    ranks.follow(second, both_have_answered)
     eventually(lambda: all(has_taken_sigint(member.pid) for member in ranks.group.members))
     (tmp_path / "second").touch()
     assert ranks.end(second) == {0: "undisturbed", 1: "undisturbed"}

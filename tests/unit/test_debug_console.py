@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -12,8 +11,6 @@ from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import (
     Asked,
     Closed,
-    Complete,
-    Completions,
     FromDebugger,
     Look,
     Opened,
@@ -37,7 +34,6 @@ class Ranks:
         self.wakes = 0
         self.console.begin(TASK, self.wake)
         self._numbers = [0, 0, 0]
-        self._read = 0
 
     def wake(self) -> None:
         self.wakes += 1
@@ -78,7 +74,7 @@ class Ranks:
         """Type a line, and return what is sent."""
         prompt = self.console.prompt
         assert prompt is not None
-        assert self.console.type(prompt.number, line, "cell")
+        self.console.type(prompt.number, line)
         return list(self.console.outgoing())
 
     @property
@@ -88,8 +84,7 @@ class Ranks:
     @property
     def news(self) -> str:
         """What was shown since the last call."""
-        self._read, parts = self.console.shown(self._read)
-        return "".join(part.text for part in parts if not part.typed_in)
+        return self.console.take_text()
 
 
 @pytest.fixture
@@ -115,10 +110,11 @@ def test_a_line_answers_one_prompt_alone(ranks: Ranks) -> None:
     ranks.stops(0)
     prompt = ranks.console.prompt
     assert prompt is not None
-    assert ranks.console.type(prompt.number, "n", "panel")
-    assert not ranks.console.type(prompt.number, "n", "cell")
+    ranks.console.type(prompt.number, "n")
+    assert list(ranks.console.outgoing()) == [(0, Typed(TASK, 1, "n"))]
     ranks.asks(0)
-    assert not ranks.console.type(prompt.number, "n", "cell")
+    ranks.console.type(prompt.number, "n")
+    assert list(ranks.console.outgoing()) == []
 
 
 def test_a_rank_that_goes_on_makes_place_for_the_next(ranks: Ranks) -> None:
@@ -324,7 +320,7 @@ def test_input_gets_its_line_as_it_is_typed(ranks: Ranks) -> None:
     ranks.reads(2, "name? ", is_secret=True)
     assert ranks.prompt == "(rank 2 of 3) name? "
     assert ranks.types("rank 0") == [(2, Typed(TASK, 1, "rank 0"))]
-    assert "rank 0" not in "".join(part.text for part in ranks.console.shown(0)[1])
+    assert "rank 0" not in ranks.news
     ranks.closes(2)
     assert not ranks.console.is_open
 
@@ -351,40 +347,11 @@ def test_quitting_asks_no_other_rank(ranks: Ranks) -> None:
 
 
 def test_a_prompt_ends_with_its_rank(ranks: Ranks) -> None:
-    withdrawn: list[str] = []
     ranks.stops(1)
-    ranks.console.on_withdrawn = lambda: withdrawn.append(ranks.prompt)
     ranks.console.left({1: lambda: ""})
-    assert withdrawn == [""]
-    assert not ranks.console.is_open
-
-
-def test_completions_come_from_the_rank_in_front(ranks: Ranks) -> None:
-    assert ranks.console.complete("x").result() == ()
-    ranks.stops(1)
-    found = ranks.console.complete("x.")
-    assert list(ranks.console.outgoing()) == [(1, Complete(TASK, 1, "x."))]
-    ranks.say(Completions(1, TASK, 1, ("x.shape",)))
-    assert found.result(timeout=1) == ("x.shape",)
+    assert (ranks.prompt, ranks.console.is_open) == ("", False)
 
 
 def test_cells_are_named_as_in_the_notebook(ranks: Ranks) -> None:
     ranks.stops(0, "> <cell 1>(4)f()\n")
     assert ranks.news.endswith("> Cell In[1](4)f()\n")
-
-
-def test_a_new_prompt_is_seen_after_the_last_has_ended(ranks: Ranks) -> None:
-    """A place that waits for the new one would withdraw it."""
-    seen: list[bool] = []
-    reader = threading.Thread(target=lambda: seen.append(ranks.console.prompt is not None))
-
-    def withdrawn() -> None:
-        if not reader.ident:
-            reader.start()
-            reader.join(0.1)
-            seen.append(False)
-
-    ranks.console.on_withdrawn = withdrawn
-    ranks.stops(0)
-    reader.join()
-    assert seen == [False, True]

@@ -9,7 +9,6 @@ import pytest
 
 from nblaunch.notebook.page_messages import (
     Changes,
-    CompletionRequest,
     Delta,
     FromPage,
     LogEnd,
@@ -23,7 +22,6 @@ from nblaunch.notebook.page_messages import (
     Resync,
     Span,
     StateEntry,
-    TypedLine,
     from_content,
     to_content,
 )
@@ -71,11 +69,6 @@ def test_lines_that_nothing_requested_say_so() -> None:
             Resync(request=4, logs=[LogEnd(0, 1, "err", 9)]),
         ),
         ({"kind": "record", "launch": "L1"}, RecordRequest(launch="L1")),
-        ({"kind": "type", "launch": "L1", "number": 3, "line": None}, TypedLine(launch="L1", number=3, line=None)),
-        (
-            {"kind": "complete", "launch": "L1", "request": 2, "text": "x."},
-            CompletionRequest(launch="L1", request=2, text="x."),
-        ),
         ({"kind": "look", "launch": "L1", "rank": 1}, LookRequest(launch="L1", rank=1)),
         (OLDER, OlderRequest(request=7, attempt=0, rank=1, stream="err", start=3, end=9)),
     ],
@@ -93,9 +86,6 @@ def test_the_messages_of_a_page_are_read(content: dict[str, Any], message: FromP
         {"kind": "resync", "request": 1},
         {"kind": "resync", "request": 1, "logs": [[0, 1]]},
         {"kind": "older"},
-        {"kind": "type", "launch": "L1", "number": 3},
-        {"kind": "type", "launch": "L1", "number": 3, "line": 5},
-        {"kind": "complete", "launch": "L1", "request": 2, "text": None},
         {"kind": "look", "launch": "L1", "rank": -1},
         {**OLDER, "rank": None},
         {**OLDER, "start": "x"},

@@ -427,7 +427,6 @@ def hostile(text: str) -> Record:
         metrics={text: {0: [(0, 0.0), (1, 1.0)], 1: [(0, 0.0), (1, 2.0)]}, text + "2": {0: [(0, 0.0)]}},
         tails=[RankTail(rank, (text, f"\x1b[31m{text}"), True, text) for rank in range(2)],
         notes=[text],
-        debugging=[text, f"\x1b[31m{text}"] * 20,
         failure=Failure(1, text, text, text, text, text, (text,), text),
         log_dir=text,
     )
@@ -499,11 +498,3 @@ def test_of_many_ranks_each_keeps_a_few_lines() -> None:
         assert f"\n{rank}: line 29 xxx" in shown
     assert shown.index("50: line 29") < shown.index("0: line 29 ")
     assert "the last lines of 63 ranks" in shown
-
-
-def test_what_was_debugged_in_the_panel_is_told() -> None:
-    record = replace(FINISHED, debugging=["\x1b[32m> train()\x1b[0m", "(rank 1 of 2) p x", "5"])
-    assert "debugging" in page(record).text
-    for shown in (page(record).text, as_text(record)):
-        assert re.search(r"> train\(\)\s+\(rank 1 of 2\) p x\s+5", shown)
-    assert "debugging" not in as_html(FINISHED) + as_text(FINISHED)

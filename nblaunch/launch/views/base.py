@@ -21,9 +21,6 @@ class View(ABC):
     """`Logs` must carry the text. False for a view that reads the log files itself."""
     shows_notes: bool = True
     """False for a view that shows nothing."""
-    shows_console: bool = False
-    """True for a view in which the user types for the ranks."""
-
     shows_failures: bool = False
     """True for a view that shows a failure with its traceback."""
 
@@ -50,7 +47,7 @@ class ShieldedView(View):
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self.wants_text, self.shows_notes, self.shows_console = view.wants_text, view.shows_notes, view.shows_console
+        self.wants_text, self.shows_notes = view.wants_text, view.shows_notes
         self.shows_failures = view.shows_failures
 
     def on(self, event: Event) -> None:

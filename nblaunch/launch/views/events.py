@@ -15,7 +15,8 @@ from nblaunch.launch.output.tails import Piece
 
 Stream = Literal["out", "err"]
 State = Literal["finished", "failed", "stopped"]
-RankState = Literal["starting", "running", "stopping", "returned", "failed", "ended"]
+RankState = Literal["starting", "running", "waiting", "stopping", "returned", "failed", "ended"]
+"""Waiting: for a line that the user types, in a debugger or in ``input``."""
 
 
 # ------------------------------------------------------------------ what events carry
@@ -37,7 +38,7 @@ class Controls(Protocol):
 
     @property
     def console(self) -> DebugConsole:
-        """Where the debuggers of the ranks print, and the user types."""
+        """The debuggers of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ const STATE_WORDS = {
 function shownState(panel) {
   const { name, message } = panel.state;
   if (panel.kernel.gone && ACTIVE_STATES.includes(name)) return "gone";
-  if (name === "running" && panel.debug.ranks.length) return "waiting";
+  if (name === "running" && panel.waiting.length) return "waiting";
   return name === "stopped" && message.startsWith("LaunchTimeoutError") ? "timeout" : name;
 }
 
@@ -76,8 +76,8 @@ export class HeaderView {
     const { panel } = this;
     const { kernel, state } = panel;
     const name = shownState(panel);
-    const { ranks } = panel.debug;
-    const who = name === "waiting" ? `: rank${ranks.length > 1 ? "s" : ""} ${ranks.join(", ")}` : "";
+    const { waiting } = panel;
+    const who = name === "waiting" ? `: rank${waiting.length > 1 ? "s" : ""} ${waiting.join(", ")}` : "";
     setText(this.pill, (STATE_WORDS[name] ?? name) + who);
     setAttribute(this.pill, "data-state", name);
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");

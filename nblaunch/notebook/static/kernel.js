@@ -25,6 +25,7 @@ const pageClock = {
  * @property {string} id
  * @property {boolean} blocking
  * @property {string} state
+ * @property {boolean} isTyping whether the cell waits for a line of the user
  * @property {number} receivedAt when the last message arrived, by the clock
  * @property {boolean} isWhole whether nothing more follows: the launch has ended, and the page has all of it
  * @property {import("./page_messages.js").LogEnd[]} logEnds
@@ -39,8 +40,6 @@ export class KernelLink {
     this.launch = launch;
     this.clock = clock;
     /** @type {"" | "stop" | "kill"} */ this.asked = "";
-    this.answered = 0; // the number of the prompt for which a line was sent
-    this.requests = 0; // for completions
     this.again = false; // a second click came before the acknowledgement of the first
     this.armed = false;
     /** @type {string} the status by which the kernel has exited */ this.gone = "";
@@ -78,6 +77,7 @@ export class KernelLink {
   #ask(kind) {
     this.asked = kind;
     this.send({ kind, launch: this.launch.id });
+    if (kind === "stop" && this.launch.isTyping) return this.#interruptOrNotify(); // only that ends the wait for a line
     this.#after("ack", ACK_TIMEOUT_MS, () => {
       this.#interruptOrNotify();
       this.#askAgain(); // sends its own interrupt: the first one only stops
@@ -114,7 +114,7 @@ export class KernelLink {
     }
     if (!ACTIVE_STATES.includes(state)) {
       this.#cancel("ack");
-      this.#cancel("debug");
+      this.#cancel("look");
       this.#forget();
     }
   }
@@ -131,42 +131,16 @@ export class KernelLink {
     this.#cancel("stacks");
   }
 
-  /** Send the line that a prompt waits for. @param {number} number @param {string | null} line null: the end of the input */
-  type(number, line) {
-    if (!this.active) return;
-    this.answered = number;
-    this.send({ kind: "type", launch: this.launch.id, number, line });
-    this.#awaitRank(() => (this.answered = 0));
-    this.launch.changed();
-  }
-
-  /** Turn to a rank. @param {number} rank */
+  /** Open the debugger on a rank: its prompt comes in the cell. @param {number} rank */
   look(rank) {
-    if (!this.active) return;
     this.send({ kind: "look", launch: this.launch.id, rank });
-    this.#awaitRank(() => {});
-  }
-
-  /** Ask for names that complete a text; return the number of the request. @param {string} text */
-  complete(text) {
-    this.send({ kind: "complete", launch: this.launch.id, request: ++this.requests, text });
-    return this.requests;
-  }
-
-  /** The debug console has changed. */
-  debugCame() {
-    this.#cancel("debug");
-  }
-
-  /** Say so if no message was obeyed. @param {() => void} late */
-  #awaitRank(late) {
     this.launch.notify("");
-    this.#after("debug", ANSWER_TIMEOUT_MS, () => {
-      late();
-      const instead = this.launch.blocking ? ": type in the cell's own box" : " while its cell runs";
-      this.launch.notify(`The kernel does not answer${instead}.`);
-      this.launch.changed();
-    });
+    this.#after("look", ANSWER_TIMEOUT_MS, () => this.launch.notify("The kernel does not answer while its cell runs."));
+  }
+
+  /** A rank waits for a line. */
+  rankWaits() {
+    this.#cancel("look");
   }
 
   /** Any message has arrived. Without another one the page asks whether it has missed some. */
@@ -262,7 +236,7 @@ export class KernelLink {
       if (!GONE_STATUSES.includes(status) || this.gone) return;
       this.gone = status;
       this.#forget();
-      for (const name of ["ack", "patience", "stacks", "resync", "silence", "debug", "restart"]) this.#cancel(name);
+      for (const name of ["ack", "patience", "stacks", "resync", "silence", "look", "restart"]) this.#cancel(name);
       this.launch.notify("");
       this.launch.exited();
     };

@@ -2,7 +2,7 @@
 // Generated from nblaunch/notebook/page_messages.py by `python -m tests.unit.page_types`.
 
 /** The state of one rank.
- * @typedef {[rank: number, state: "starting" | "running" | "stopping" | "returned" | "failed" | "ended"]} RankEntry */
+ * @typedef {[rank: number, state: "starting" | "running" | "waiting" | "stopping" | "returned" | "failed" | "ended"]} RankEntry */
 /** One progress bar of a rank. The steps after `first` took `seconds`; a bar within another has a higher level.
  * @typedef {[rank: number, name: string, done: number | null, total: number | null, seconds: number | null, first: number, level: number]} ProgressEntry */
 /** One point of a metric, with the number of the report in its rank; y is null if it is not finite.
@@ -52,22 +52,6 @@
  * @typedef {object} StuckEntry
  * @property {string[]} lines
  * @property {number[]} ranks */
-/** A line that the debug console waits for.
- * @typedef {object} PromptEntry
- * @property {number} number
- * @property {number} rank
- * @property {string} text
- * @property {boolean} is_secret */
-/** The names that may follow: the answer to a request.
- * @typedef {object} CompletionsEntry
- * @property {number} request
- * @property {string[]} names */
-/** What the debug console has shown since the previous entry, its prompt, and the ranks that wait for the user.
- * @typedef {object} DebugEntry
- * @property {string} text
- * @property {PromptEntry | null} prompt
- * @property {number[]} ranks
- * @property {CompletionsEntry} [completions] */
 /** One output: safe HTML, the source of an image, or text; with the text that stands for it.
  * @typedef {object} OutputContent
  * @property {"html" | "image" | "text"} kind
@@ -108,8 +92,7 @@
  * @property {NoteEntry[]} [notes]
  * @property {FailureEntry} [failure]
  * @property {StacksEntry} [stacks]
- * @property {StuckEntry} [stuck]
- * @property {DebugEntry} [debug] */
+ * @property {StuckEntry} [stuck] */
 /** What has changed. Without content it is a heartbeat; last if the launch has ended, and nothing else follows.
  * @typedef {object} Delta
  * @property {"delta"} kind
@@ -168,24 +151,12 @@
  * @property {"out" | "err"} stream
  * @property {number} start
  * @property {number} end */
-/** The line that a prompt waits for; null: the end of the input.
- * @typedef {object} TypedLine
- * @property {"type"} kind
- * @property {string} launch
- * @property {number} number
- * @property {string | null} line */
-/** The user asks for the names that may follow a text, in the frame of the rank that the prompt is of.
- * @typedef {object} CompletionRequest
- * @property {"complete"} kind
- * @property {string} launch
- * @property {number} request
- * @property {string} text */
-/** The user turns to a rank: a rank that has not stopped shows what it does.
+/** The user looks at a rank: its debugger opens in the cell, or for who waits for the launch.
  * @typedef {object} LookRequest
  * @property {"look"} kind
  * @property {string} launch
  * @property {number} rank */
 /** @typedef {Delta | Snapshot | OlderLines | Acknowledged | RecordText} ToPage */
-/** @typedef {Request | Resync | RecordRequest | OlderRequest | TypedLine | CompletionRequest | LookRequest} FromPage */
+/** @typedef {Request | Resync | RecordRequest | OlderRequest | LookRequest} FromPage */
 
 export {};

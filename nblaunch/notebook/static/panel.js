@@ -1,5 +1,4 @@
 // The live panel of one launch, an anywidget. All views of a model share one state.
-import { DebugView } from "./debug_view.js";
 import { FailureView, StacksView } from "./failure.js";
 import { HeaderView } from "./header.js";
 import { el } from "./format.js";
@@ -55,13 +54,12 @@ function render({ model, el: host }) {
 function draw(panel, host) {
   const logs = new LogView(panel);
   const showLog = (/** @type {number} */ rank) => logs.show(rank);
-  const [header, metrics, debug] = [new HeaderView(panel), new MetricsView(panel), new DebugView(panel)];
+  const [header, metrics] = [new HeaderView(panel), new MetricsView(panel)];
   const parts = [
     header,
-    new StuckView(panel, (rank) => debug.turnTo(rank)),
+    new StuckView(panel),
     new FailureView(panel, showLog),
     new RanksView(panel, showLog),
-    debug,
     new StacksView(panel),
     new OutputsView(panel),
     metrics,
@@ -96,7 +94,6 @@ function draw(panel, host) {
     clearInterval(ticks);
     logs.dispose();
     metrics.dispose();
-    debug.dispose();
     root.remove();
   };
 }

@@ -2,7 +2,7 @@
 import { bytesText, clockText, el, numberText, rankClass, setAttribute, setText } from "./format.js";
 
 /** @typedef {{box: any, state: any, use: any, bars: any, drawn: Map<string, any>, failed: boolean}} Cell */
-const ACTIVE_RANKS = ["starting", "running", "stopping"];
+const ACTIVE_RANKS = ["starting", "running", "waiting", "stopping"];
 
 export class RanksView {
   /** @param {import("./state.js").PanelState} panel @param {(rank: number) => void} show shows a rank's log */
@@ -66,7 +66,7 @@ export class RanksView {
     const { panel } = this;
     const cell = this.#cell(rank);
     const failed = panel.failure?.rank === rank || (!panel.failure && state === "failed");
-    setText(cell.state, failed ? "✕ failed" : state);
+    setText(cell.state, failed ? "✕ failed" : state === "waiting" ? "waits for you" : state);
     setAttribute(cell.box, "data-state", failed ? "culprit" : state);
     const lives = ACTIVE_RANKS.includes(state) && panel.active;
     const use = useText(panel.resources.get(rank), lives);

@@ -1,6 +1,5 @@
 // The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
-import { DebugStore } from "./debug_store.js";
 import { OutputStore } from "./output_store.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
@@ -33,9 +32,7 @@ const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
  * @property {number | null} closed time of the stacks that the reader closed
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open
- * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen
- * @property {string[]} typed lines that the user has typed in the debugger
- * @property {boolean} hasBox whether the cell may have an input box for the debugger */
+ * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen */
 /** @returns {Reading} */
 function freshReading() {
   return {
@@ -54,8 +51,6 @@ function freshReading() {
     traceback: true,
     others: false,
     opened: new Map(),
-    typed: [],
-    hasBox: false,
   };
 }
 
@@ -93,7 +88,6 @@ export class PanelState {
     this.logs = new LogStore();
     /** What nblaunch says. @type {import("./page_messages.js").NoteEntry[]} */ this.notes = [];
     this.outputs = new OutputStore();
-    this.debug = new DebugStore();
     /** @type {import("./page_messages.js").StuckEntry} */ this.stuck = { lines: [], ranks: [] };
     this.state = blankState();
     /** @type {Map<number, string>} */ this.ranks = new Map();
@@ -132,6 +126,11 @@ export class PanelState {
 
   get active() {
     return this.kernel.active;
+  }
+
+  /** The ranks that wait for a line of the user. */
+  get waiting() {
+    return [...this.ranks].filter(([, state]) => state === "waiting").map(([rank]) => rank);
   }
 
   /** Seconds since the launch began, or its duration. */
@@ -223,7 +222,6 @@ export class PanelState {
     this.failure = this.stacks = null;
     this.stuck = { lines: [], ranks: [] };
     this.outputs.clear();
-    this.debug.clear();
     this.metrics = new MetricBook();
   }
 
@@ -242,10 +240,7 @@ export class PanelState {
     this.notes.push(...(changes.notes ?? []));
     if (changes.failure) this.failure = changes.failure;
     if (changes.stuck) this.stuck = changes.stuck;
-    if (changes.debug) {
-      this.debug.add(changes.debug);
-      this.kernel.debugCame();
-    }
+    if (this.waiting.length) this.kernel.rankWaits();
     if (changes.stacks) {
       this.stacks = changes.stacks;
       this.kernel.stacksCame();
@@ -311,6 +306,9 @@ export class PanelState {
       blocking: this.info.blocking,
       get state() {
         return panel.state.name;
+      },
+      get isTyping() {
+        return panel.info.blocking && panel.waiting.length > 0;
       },
       get receivedAt() {
         return panel.receivedAt;

@@ -2,10 +2,9 @@
 import { el } from "./format.js";
 
 export class StuckView {
-  /** @param {import("./state.js").PanelState} panel @param {(rank: number) => void} debug looks at a rank */
-  constructor(panel, debug) {
+  /** @param {import("./state.js").PanelState} panel */
+  constructor(panel) {
     this.panel = panel;
-    this.debug = debug;
     this.node = el("section", { class: "nbl-stuck", "aria-label": "Why ranks wait", hidden: true });
     /** @type {unknown} */ this.drawn = null;
   }
@@ -40,7 +39,7 @@ export class StuckView {
     const title = `Show the frames and variables of rank ${rank} while it runs on`;
     return el(
       "button",
-      { type: "button", class: "nbl-button", title, on_click: () => this.debug(rank) },
+      { type: "button", class: "nbl-button", title, on_click: () => this.panel.kernel.look(rank) },
       `Debug rank ${rank}`,
     );
   }

@@ -354,28 +354,24 @@ test("missing stacks are reported", () => {
   assert.equal(panel.notice, "");
 });
 
-test("a line that the kernel does not take can be typed again, and the notice says where else", () => {
-  for (const [blocking, words] of [
-    [true, /type in the cell's own box/],
-    [false, /while its cell runs/],
-  ]) {
-    const { clock, model, panel } = running({ info: { blocking } });
-    const prompt = { number: 4, rank: 0, text: "(rank 0 of 2) ", is_secret: false };
-    model.deliver(deltaOf(2, { debug: { text: "here\n", prompt, ranks: [0] } }));
-    panel.kernel.type(4, "n");
-    assert.equal(panel.kernel.answered, 4);
-    clock.pass(5000);
-    assert.match(panel.notice, words);
-    assert.equal(panel.kernel.answered, 0);
-    panel.kernel.type(4, "n");
-    model.deliver(deltaOf(3, { debug: { text: "(rank 0 of 2) n\n", prompt: null, ranks: [] } }));
-    clock.pass(60_000);
-    assert.equal(panel.notice, "");
-    state(model, "finished", 4);
-    panel.kernel.type(5, "n");
-    panel.kernel.look(1);
-    assert.deepEqual(clicks(model), ["type", "type"]);
-  }
+test("a look that the kernel does not answer is reported", () => {
+  const { clock, model, panel } = running();
+  panel.kernel.look(1);
+  clock.pass(5000);
+  assert.match(panel.notice, /while its cell runs/);
+  panel.kernel.look(1);
+  model.deliver(deltaOf(2, { ranks: [[1, "waiting"]] }));
+  clock.pass(60_000);
+  assert.equal(panel.notice, "");
+  assert.deepEqual(clicks(model), ["look", "look"]);
+});
+
+test("a stop interrupts a cell that waits for a line, once", () => {
+  const { clock, kernel, model, panel } = running({ info: { blocking: true } });
+  model.deliver(deltaOf(2, { ranks: [[1, "waiting"]] }));
+  panel.kernel.stop();
+  clock.pass(2000);
+  assert.deepEqual([clicks(model), kernel.calls], [["stop"], ["interrupt"]]);
 });
 
 const asked = (model) => model.kinds().filter((kind) => kind === "resync").length;

@@ -294,12 +294,13 @@ test("lines that come unasked leave what is read where it is", (t) => {
 });
 
 test("the pill says when a rank waits for the user, and what timed out", (t) => {
-  const { delta, view } = opened(t);
+  const { delta, view } = opened(t, { hosts: [] });
   const { host } = view();
   const pill = () => [host.one("nbl-pill").textContent, host.one("nbl-pill").getAttribute("data-state")];
-  delta({ debug: { text: "> stopped\n", prompt: null, ranks: [1] } });
+  delta({ state: { name: "running" }, ranks: [[1, "waiting"]] });
   assert.deepEqual(pill(), ["Waiting for you: rank 1", "waiting"]);
-  delta({ debug: { text: "", prompt: null, ranks: [] } });
+  assert.equal(host.all("nbl-rank-state").at(-1).textContent, "waits for you");
+  delta({ ranks: [[1, "running"]] });
   assert.deepEqual(pill(), ["Running", "running"]);
   assert.ok(!host.one("nbl-restart").hidden);
   delta({ state: { name: "stopped", seconds: 4, message: "LaunchTimeoutError: train took longer than 4 s" } });
@@ -401,141 +402,6 @@ test("an image has its source and size, and HTML comes as the kernel made it", (
     ["data:image/png;base64,AA==", "a plot", "40", null],
   );
   assert.equal(html.innerHTML, "<b>x</b>");
-});
-
-const PROMPT = { number: 1, rank: 1, text: "(rank 1 of 2) ", is_secret: false };
-const debug = (rest) => ({ debug: { text: "", prompt: PROMPT, ranks: [1], ...rest } });
-const debugged = (t, info) => {
-  const { delta, model, view } = opened(t, info);
-  delta(debug({ text: "\x1b[32mhere\x1b[0m\n" }));
-  const { host } = view();
-  model.sentMessages.length = 0;
-  const input = host.one("nbl-debug-input");
-  return { delta, model, view, host, input, key: (key, rest = {}) => input.fire("keydown", { key, ...rest }) };
-};
-const screen = (host) => host.all("nbl-debug-line").filter((node) => !node.hidden).map((node) => node.textContent); // prettier-ignore
-
-test("the debugger appears with its first text, and a new snapshot replaces it", (t) => {
-  const { delta, model, view } = opened(t);
-  const { host } = view();
-  assert.ok(host.one("nbl-debug").hidden);
-  delta(debug({ text: "one\ntw" }));
-  delta(debug({ text: "o\n" }));
-  assert.ok(!host.one("nbl-debug").hidden);
-  assert.deepEqual(screen(host), ["one", "two"]);
-  model.deliver({ kind: "snapshot", seq: 50, now: 1, changes: debug({ text: "two\nthree\n" }), requests: [] });
-  page.draw();
-  assert.deepEqual(screen(host), ["two", "three"]);
-});
-
-test("Enter sends the line, and the next one waits for the rank", (t) => {
-  const { delta, model, host, input, key } = debugged(t);
-  const { launch } = model.state.info;
-  assert.equal(host.one("nbl-fg-2").textContent, "here");
-  assert.equal(host.one("nbl-debug-prompt").textContent, "(rank 1 of 2) ");
-  input.value = "p x";
-  key("Enter");
-  page.draw();
-  assert.deepEqual(model.sentMessages, [{ kind: "type", launch, number: 1, line: "p x" }]);
-  assert.deepEqual([input.value, input.readOnly], ["", true]);
-  key("Enter");
-  assert.equal(model.sentMessages.length, 1);
-  delta(debug({ text: "(rank 1 of 2) p x\n5\n", prompt: { ...PROMPT, number: 2 } }));
-  assert.equal(input.readOnly, false);
-  key("d", { ctrlKey: true });
-  assert.deepEqual(model.sentMessages.at(-1), { kind: "type", launch, number: 2, line: null });
-});
-
-test("boxes that the kernel has left are hidden, and the newest one stays", (t) => {
-  t.mock.timers.enable({ apis: ["setTimeout"] });
-  const { delta, host } = debugged(t);
-  const asks = (text) => {
-    const box = document.createElement("div");
-    return { box, prompt: { textContent: text, closest: () => box } };
-  };
-  const boxes = [asks("(rank 1 of 2) "), asks("your own input: ")];
-  host.one("nbl-debug").closest = () => ({ querySelectorAll: () => boxes.map((each) => each.prompt) });
-  const hidden = () => boxes.map(({ box }) => box.classList.contains("nbl-replaced"));
-  boxes.push(asks("(rank 0 of 2) "));
-  delta(debug({ prompt: { ...PROMPT, number: 2, rank: 0 } }));
-  assert.deepEqual(hidden(), [true, false, false]);
-  boxes.push(asks("(rank 0 of 2) ")); // after its prompt
-  delta(debug({ prompt: { ...PROMPT, number: 3, rank: 0 } }));
-  boxes.push(asks("(rank 0 of 2) "));
-  t.mock.timers.tick(500);
-  assert.deepEqual(hidden(), [true, false, true, true, false]);
-  delta(debug({ prompt: null }));
-  boxes.push(asks("(rank 0 of 2) ")); // before its prompt
-  t.mock.timers.tick(300);
-  assert.deepEqual(hidden(), [true, false, true, true, true, true]);
-  delta(debug({ prompt: { ...PROMPT, number: 4, rank: 0 } }));
-  assert.deepEqual(hidden(), [true, false, true, true, true, false]);
-});
-
-test("the arrows walk the lines of this page, but no secret is kept", (t) => {
-  const { delta, input, key, view } = debugged(t);
-  const enter = (line, number, is_secret = false) => {
-    input.value = line;
-    key("Enter");
-    delta(debug({ prompt: { ...PROMPT, number, is_secret } }));
-  };
-  enter("first", 2);
-  enter("second", 3, true);
-  assert.equal(input.getAttribute("type"), "password");
-  enter("secret", 4);
-  assert.equal(input.getAttribute("type"), "text");
-  const walked = (node, names) => names.map((name) => (node.fire("keydown", { key: `Arrow${name}` }), node.value));
-  input.value = "draft";
-  assert.deepEqual(walked(input, ["Up", "Up", "Up", "Down", "Down", "Down"]), [
-    "second",
-    "first",
-    "first",
-    "second",
-    "draft",
-    "draft",
-  ]);
-  assert.deepEqual(walked(view().host.one("nbl-debug-input"), ["Up"]), ["second"]);
-});
-
-test("Tab inserts what all names share, and offers them", (t) => {
-  const { delta, model, host, input, key } = debugged(t);
-  const offered = () => host.all("nbl-candidate").map((node) => node.textContent);
-  let prevented = 0;
-  const tab = (names) => {
-    key("Tab", { preventDefault: () => prevented++ });
-    const { request, text } = model.sentMessages.at(-1);
-    delta(debug({ completions: { request, names } }));
-    return text;
-  };
-  input.value = "p model.we";
-  assert.equal(tab(["model.weight", "model.weird"]), "model.we");
-  assert.equal(input.value, "p model.wei");
-  assert.deepEqual(offered(), ["weight", "weird"]);
-  delta(debug({ completions: { request: 99, names: ["other"] } }));
-  assert.equal(input.value, "p model.wei");
-  host.all("nbl-candidate")[1].fire("click");
-  assert.equal(input.value, "p model.weird");
-  assert.deepEqual(offered(), []);
-  input.value = "wei";
-  tab(["weight"]);
-  assert.deepEqual([input.value, offered()], ["weight", []]);
-  input.value = "";
-  key("Tab", { preventDefault: () => assert.fail("an empty line must leave Tab to the page") });
-  assert.equal(prevented, 2);
-});
-
-test("buttons turn to a rank, unless it is over", (t) => {
-  const { delta, model, host } = debugged(t);
-  delta({ ranks: [[0, "running"], [1, "running"]] }); // prettier-ignore
-  const [zero, one] = ["rank 0", "rank 1"].map((name) => button(host, name));
-  assert.deepEqual([zero.getAttribute("aria-pressed"), one.getAttribute("aria-pressed")], ["false", "true"]);
-  zero.fire("click");
-  assert.deepEqual(model.sentMessages, [{ kind: "look", launch: model.state.info.launch, rank: 0 }]);
-  delta({ ranks: [[0, "returned"]] });
-  assert.ok(zero.disabled);
-  delta({ state: { name: "finished", seconds: 3 } });
-  assert.ok(host.one("nbl-debug-entry").hidden);
-  assert.deepEqual(screen(host), ["here"]);
 });
 
 test("why ranks wait is shown with what to do, until they go on or are stopped", (t) => {
