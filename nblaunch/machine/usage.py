@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from nblaunch.machine.processes import LISTS_PROCESSES
 
 _log = logging.getLogger(__name__)
+Unit = Literal["share", "bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,16 @@ class Usage:
     """Utilization of the rank's GPU by all processes, 0 to 1; None if unknown."""
     gpu_memory: int | None
     """Bytes of the rank on its GPU; of all processes there if the driver does not list them; None if unknown."""
+
+    def values(self) -> list[tuple[str, float, Unit]]:
+        """Return what the panel shows of each known value: (label, value, unit). Bytes of memory have no label."""
+        shown: list[tuple[str, float | None, Unit]] = [
+            ("CPU", round(self.cpu, 2), "share"),
+            ("", self.memory, "bytes"),
+            ("GPU", self.gpu, "share"),
+            ("" if self.gpu is not None else "GPU", self.gpu_memory, "bytes"),
+        ]
+        return [(label, value, unit) for label, value, unit in shown if value is not None]
 
 
 class Sampler:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from nblaunch.launch.output.metric_names import Direction, Kind, Part
 from nblaunch.launch.views.events import RankState, Stream
+from nblaunch.machine.usage import Unit
 
 LaunchState = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
 Action = Literal["stop", "kill", "stacks"]
@@ -72,14 +73,19 @@ class BestEntry(NamedTuple):
     y: float | None
 
 
+class UsageValue(NamedTuple):
+    """What a rank uses of something: a share (1 is one whole core or GPU), or bytes."""
+
+    label: str
+    value: float
+    unit: Unit
+
+
 class ResourceEntry(NamedTuple):
-    """Busy cores, bytes resident, the busy share of the GPU, and bytes of GPU memory of a rank."""
+    """What a rank uses."""
 
     rank: int
-    cpu: float
-    memory: int
-    gpu: float | None
-    gpu_memory: int | None
+    values: Sequence[UsageValue]
 
 
 class NoteEntry(NamedTuple):

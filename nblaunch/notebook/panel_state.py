@@ -9,9 +9,9 @@ import dataclasses
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from nblaunch.launch.output.metric_names import ChartPlan, family
+from nblaunch.launch.output.metric_names import Chart, ChartPlan, family
 from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
@@ -32,14 +32,9 @@ from nblaunch.notebook.page_messages import (
     StacksEntry,
     StateEntry,
     StuckEntry,
+    UsageValue,
 )
 
-# fmt: off
-_Part = Literal[
-    "state", "ranks", "progress", "metrics", "charts", "best", "resources", "outputs", "notes", "failure", "stacks",
-    "stuck",
-]
-# fmt: on
 _MAX_SERIES_POINTS = 2000
 """A longer series is downsampled, repeatedly."""
 _MAX_MESSAGE_POINTS = 300
@@ -127,8 +122,8 @@ class PanelState:
         self.stacks: StacksEntry | None = None
         self.stuck = StuckEntry((), ())
         self._has_noted_limit = False
-        self._changed: dict[_Part, set[int]] = {}
-        """Changed parts, each with its changed ranks (notes: indices)."""
+        self._changed: dict[str, set[int]] = {}
+        """Changed fields of `Changes`, each with its changed ranks (notes: indices)."""
 
     # -------------------------------------------------------------- taking in
     def start(self, info: LaunchInfo) -> None:
@@ -190,7 +185,7 @@ class PanelState:
     def set_resources(self, usages: Iterable[Usage]) -> None:
         """Set the resource usage of ranks."""
         for usage in usages:
-            entry = ResourceEntry(usage.rank, round(usage.cpu, 2), usage.memory, usage.gpu, usage.gpu_memory)
+            entry = ResourceEntry(usage.rank, [UsageValue(*value) for value in usage.values()])
             if usage.memory and self.resources.get(usage.rank) != entry:  # 0: the rank has just ended
                 self.resources[usage.rank] = entry
                 self._mark("resources", [usage.rank])
@@ -246,7 +241,7 @@ class PanelState:
         self.state = dataclasses.replace(self.state, **parts)
         self._mark("state")
 
-    def _mark(self, part: _Part, ranks: Iterable[int] = ()) -> None:
+    def _mark(self, part: str, ranks: Iterable[int] = ()) -> None:
         self._changed.setdefault(part, set()).update(ranks)
 
     # -------------------------------------------------------------- giving out
@@ -258,64 +253,40 @@ class PanelState:
     def delta(self) -> Changes | None:
         """Return what has changed since the last call; None if nothing has."""
         changed, self._changed = self._changed, {}
-        if not changed:
-            return None
-        return Changes(
-            state=self.state if "state" in changed else None,
-            ranks=self._rank_entries(changed["ranks"]) if "ranks" in changed else None,
-            progress=self._progress_entries(changed["progress"]) if "progress" in changed else None,
-            metrics=self._new_points() if "metrics" in changed else None,
-            charts=self._chart_entries() if "charts" in changed else None,
-            best=self._best_entries() if "best" in changed else None,
-            resources=self._resource_entries(changed["resources"]) if "resources" in changed else None,
-            outputs=[self.outputs[rank] for rank in sorted(changed["outputs"])] if "outputs" in changed else None,
-            notes=[self.notes[at] for at in sorted(changed["notes"])[-_MAX_NOTES:]] if "notes" in changed else None,
-            failure=_failure_entry(self.failure) if "failure" in changed else None,
-            stacks=self.stacks if "stacks" in changed else None,
-            stuck=self.stuck if "stuck" in changed else None,
-        )
+        return Changes(**{part: self._part(part, sorted(of)) for part, of in changed.items()}) if changed else None
 
     def snapshot(self) -> Changes:
         """Return the whole state."""
         self._changed = {}
-        return Changes(
-            state=self.state,
-            ranks=self._rank_entries(self.ranks),
-            progress=self._progress_entries(self.progress),
-            metrics=self._all_points(),
-            charts=self._chart_entries(),
-            best=self._best_entries(),
-            resources=self._resource_entries(self.resources),
-            outputs=[self.outputs[rank] for rank in sorted(self.outputs)],
-            notes=self.notes[-_MAX_NOTES:],
-            failure=_failure_entry(self.failure),
-            stacks=self.stacks,
-            stuck=self.stuck,
-        )
+        return Changes(**{field.name: self._part(field.name, None) for field in dataclasses.fields(Changes)})
 
-    def _rank_entries(self, ranks: Iterable[int]) -> list[RankEntry]:
-        return [RankEntry(rank, self.ranks[rank]) for rank in sorted(ranks)]
+    def _part(self, part: str, of: Sequence[int] | None) -> Any:
+        """Return a field of `Changes`; `of`: its changed ranks (notes: indices), None: all of it."""
+        match part:
+            case "ranks":
+                return [RankEntry(rank, self.ranks[rank]) for rank in (sorted(self.ranks) if of is None else of)]
+            case "progress":
+                bars = [self.progress.get(rank, {}).values() for rank in (sorted(self.progress) if of is None else of)]
+                return [bar for each in bars for bar in sorted(each, key=lambda bar: bar.level)]
+            case "resources" | "outputs":
+                found: Mapping[int, Any] = getattr(self, part)
+                return [found[rank] for rank in (sorted(found) if of is None else of)]
+            case "notes":
+                return (self.notes if of is None else [self.notes[at] for at in of])[-_MAX_NOTES:]
+            case "metrics":
+                return self._all_points() if of is None else self._new_points()
+            case "charts":
+                return [self._chart_entry(chart) for chart in self.plan.charts]
+            case "best":
+                return [entry for _, entry in self.best.values()]
+            case "failure":
+                return _failure_entry(self.failure)
+            case _:
+                return getattr(self, part)
 
-    def _progress_entries(self, ranks: Iterable[int]) -> list[ProgressEntry]:
-        return [
-            bar for rank in sorted(ranks) for bar in sorted(self.progress.get(rank, {}).values(), key=lambda b: b.level)
-        ]
-
-    def _chart_entries(self) -> list[ChartEntry]:
-        return [
-            ChartEntry(
-                [ChartLine(name, family(name)[1], name in self.plan.numbered) for name in chart.names],
-                chart.direction,
-                chart.kind,
-            )
-            for chart in self.plan.charts
-        ]
-
-    def _best_entries(self) -> list[BestEntry]:
-        return [entry for _, entry in self.best.values()]
-
-    def _resource_entries(self, ranks: Iterable[int]) -> list[ResourceEntry]:
-        return [self.resources[rank] for rank in sorted(ranks)]
+    def _chart_entry(self, chart: Chart) -> ChartEntry:
+        lines = [ChartLine(name, family(name)[1], name in self.plan.numbered) for name in chart.names]
+        return ChartEntry(lines, chart.direction, chart.kind)
 
     def _new_points(self) -> list[PointEntry]:
         """Return some unsent points of each series. Downsample long queues first."""

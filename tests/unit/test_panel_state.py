@@ -200,7 +200,7 @@ def test_the_record_and_the_repr_of_a_result_show_the_same_means(state: PanelSta
 
 def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
     state.set_resources([Usage(0, 0.501, 1000, None, None)])
-    assert changes_of(state).resources == [(0, 0.5, 1000, None, None)]
+    assert changes_of(state).resources == [(0, [("CPU", 0.5, "share"), ("", 1000, "bytes")])]
     state.set_resources([Usage(0, 0.499, 1000, None, None)])
     assert not state.is_changed
 

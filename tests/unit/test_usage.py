@@ -76,6 +76,11 @@ def test_a_child_of_a_rank_counts_as_the_rank(groups: Any) -> None:
     assert samples[-1][0].gpu is samples[-1][0].gpu_memory is None
 
 
+def test_values_that_are_not_known_are_not_shown() -> None:
+    assert Usage(0, 0.501, 5, None, 7).values() == [("CPU", 0.5, "share"), ("", 5, "bytes"), ("GPU", 7, "bytes")]
+    assert [label for label, _, _ in Usage(0, 1.0, 5, 0.5, 7).values()] == ["CPU", "", "GPU", ""]
+
+
 def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
     pid = groups(BUSY_CHILD)
     sampler = Sampler("cpu")

@@ -13,8 +13,10 @@
  * @typedef {[lines: ChartLine[], direction: "up" | "down" | "", kind: "" | "rate" | "lr"]} ChartEntry */
 /** The point that a rank has marked as the best one of a metric; y is null if it is not known.
  * @typedef {[metric: string, x: number, y: number | null]} BestEntry */
-/** Busy cores, bytes resident, the busy share of the GPU, and bytes of GPU memory of a rank.
- * @typedef {[rank: number, cpu: number, memory: number, gpu: number | null, gpu_memory: number | null]} ResourceEntry */
+/** What a rank uses of something: a share (1 is one whole core or GPU), or bytes.
+ * @typedef {[label: string, value: number, unit: "share" | "bytes"]} UsageValue */
+/** What a rank uses.
+ * @typedef {[rank: number, values: UsageValue[]]} ResourceEntry */
 /** A message of nblaunch, and its time in seconds since the launch began.
  * @typedef {[time: number, text: string]} NoteEntry */
 /** The stack of one rank.

@@ -134,8 +134,7 @@ function barText(bar, share, lives) {
 function useText(use, lives) {
   if (!use) return "";
   if (!lives) return `peak ${bytesText(use.peak)}`;
-  const parts = [`CPU ${Math.round(100 * use.cpu)}%`, bytesText(use.memory)];
-  if (use.gpu !== null) parts.push(`GPU ${Math.round(100 * use.gpu)}%`);
-  if (use.gpuMemory !== null) parts.push(`${parts.length > 2 ? "" : "GPU "}${bytesText(use.gpuMemory)}`);
-  return parts.join(" · ");
+  const text = (/** @type {number} */ value, /** @type {string} */ unit) =>
+    unit === "bytes" ? bytesText(value) : `${Math.round(100 * value)}%`;
+  return use.values.map(([label, value, unit]) => `${label} ${text(value, unit)}`.trim()).join(" · ");
 }

@@ -14,7 +14,7 @@ const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
 /** @typedef {import("./page_messages.js").StateEntry} StateEntry */
 /** @typedef {import("./page_messages.js").FailureEntry} FailureEntry */
 /** @typedef {{desc: string, done: number, total: number | null, seconds: number, first: number, level: number}} Bar */
-/** @typedef {{cpu: number, memory: number, gpu: number | null, gpuMemory: number | null, peak: number}} Use */
+/** @typedef {{values: readonly import("./page_messages.js").UsageValue[], peak: number}} Use the peak is in bytes */
 
 /** What the reader has chosen. The notebook renders a new view when the launch ends; it continues from here.
  * @typedef {object} Reading
@@ -273,9 +273,9 @@ export class PanelState {
   }
 
   /** @param {import("./page_messages.js").ResourceEntry} use */
-  #setUse([rank, cpu, memory, gpu, gpuMemory]) {
-    const peak = Math.max(memory, this.resources.get(rank)?.peak ?? 0);
-    this.resources.set(rank, { cpu, memory, gpu: gpu ?? null, gpuMemory: gpuMemory ?? null, peak });
+  #setUse([rank, values]) {
+    const memory = values.find(([, , unit]) => unit === "bytes")?.[1] ?? 0;
+    this.resources.set(rank, { values, peak: Math.max(memory, this.resources.get(rank)?.peak ?? 0) });
   }
 
   /** @param {import("./page_messages.js").OlderLines} answer @param {Uint8Array} bytes */

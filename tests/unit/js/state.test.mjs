@@ -99,7 +99,7 @@ test("a snapshot replaces everything but the logs", () => {
     {
       metrics: [["loss", 0, 1, 2, 0]],
       progress: [[0, "epoch", 1, 10, 1]],
-      resources: [[0, 1, 1000, null, null]],
+      resources: [[0, [["", 1000, "bytes"]]]],
       notes: [[0, "note"]],
       stacks: { time: 1, ranks: [] },
       logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 2, time: 1 }],
@@ -332,9 +332,10 @@ test("a new attempt clears the failure and the bars of the one before", () => {
 
 test("the memory that a rank used most is kept", () => {
   const { model, panel } = opened();
-  delta(model, 1, { resources: [[0, 1, 2000, null, null]] });
-  delta(model, 2, { resources: [[0, 0.1, 500, null, null]] });
-  assert.deepEqual(panel.resources.get(0), { cpu: 0.1, memory: 500, gpu: null, gpuMemory: null, peak: 2000 });
+  const use = (cpu, memory) => ({ resources: [[0, [["CPU", cpu, "share"], ["", memory, "bytes"]]]] }); // prettier-ignore
+  delta(model, 1, use(1, 2000));
+  delta(model, 2, use(0.1, 500));
+  assert.deepEqual(panel.resources.get(0).peak, 2000);
 });
 
 test("a rank has the bars that the kernel says", (t) => {

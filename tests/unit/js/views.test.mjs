@@ -66,7 +66,7 @@ test("a part that fails to draw is reported once, and the others are drawn", (t)
   const { host } = view();
   delta({
     stacks: { time: 1, ranks: [[0, "here"]] },
-    resources: [[0, { toString: null, valueOf: null }, 1000, null, null]],
+    resources: [[0, [["CPU", { toString: null, valueOf: null }, "share"]]]],
   });
   delta(...chunk("a\nb\n"));
   assert.deepEqual(rows(host), ["[rank 0] a", "[rank 0] b"]);
