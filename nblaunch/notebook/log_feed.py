@@ -1,139 +1,140 @@
-"""The ranks' logs on their way to the panel. The logs are the backlog, so memory stays bounded.
+"""The ranks' printed lines on their way to the panel and the record: read once, split once, numbered in each log.
 
-The feed knows a log by its size over time. It sends the oldest unsent bytes of the last 10,000 lines. A flood skips
-earlier lines: the page requests them when the reader scrolls up.
+The last 2,000 lines of each log stay here, for a page that is reloaded and for the record. A flood is skipped up to its
+last lines, and not even read: a line says how many bytes, and the log file has them.
 """
 
 from __future__ import annotations
 
-import bisect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from nblaunch.engines.protocol import Log
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
 from nblaunch.launch.views.events import Stream
 from nblaunch.machine import timeouts
-from nblaunch.notebook.page_messages import OlderLines, Span
+from nblaunch.notebook.page_messages import LineEntry, LogPart
 from nblaunch.notebook.record import RankTail
 
-MAX_LINES = 10_000
-"""Lines of each log that the panel holds; the log itself has the others."""
+MAX_LINES = 2000
+"""Lines of each log that are kept; the log itself has the others."""
 _MAX_BACKLOG_BYTES = 2 << 20
-"""Unsent bytes of all logs together while the launch runs: 8 seconds at the panel's rate."""
-_MAX_TAIL_BYTES = 4 << 20
-"""Bytes searched for the last 10,000 lines."""
+"""Unread bytes of all logs together while the launch runs: 8 seconds at the panel's rate."""
+_MAX_TAIL_BYTES = 1 << 20
+"""Bytes searched for the last lines of a log."""
 _MIN_SKIP_BYTES = 128 << 10
-"""Logs with fewer unsent bytes skip nothing."""
+"""Logs with fewer unread bytes skip nothing."""
 _BLOCK_BYTES = 64 << 10
-_MAX_ANSWER_BYTES = 64 << 10
-"""One answer to a reader who scrolls up."""
-_MAX_MARKS = 4096
-_MAX_HOLES = 1000
-_RECORD_TAIL_BYTES = 32 << 10
+_MAX_TIMES = 4096
+_BARS = 8
+"""Rows of nested progress bars."""
+_LINE_COST = 16
+"""Bytes of a message around a line's text."""
 
 
-class Chunk(NamedTuple):
-    """A part of one log."""
+class _Log:
+    """One log: its last lines, and how much of it has been read and sent."""
 
-    attempt: int
-    rank: int
-    stream: Stream
-    offset: int
-    time: float
-    """Seconds from the beginning of the launch to the print."""
-    data: bytes
+    def __init__(self, log: Log, attempt: int, rank: int, stream: Stream) -> None:
+        self.log, self.attempt, self.rank, self.stream = log, attempt, rank, stream
+        self.size = self.at = 0
+        """Bytes of the log, and how many of them were read."""
+        self.lines: deque[LineEntry] = deque(maxlen=MAX_LINES)
+        self.end = self.sent = 0
+        """The numbers of the next line and of the next to send."""
+        self.open: list[str] = []
+        """The unfinished lines."""
+        self._sent_open: list[str] | None = []
+        self._times: deque[tuple[int, float]] = deque(maxlen=_MAX_TIMES)
+        """The sizes that were observed and not read yet, and when."""
+        self.time = 0.0
+        """When the last bytes that were read were printed."""
+        self._assembler = LineAssembler(_BARS)
 
+    @property
+    def first(self) -> int:
+        """The number of the first line that is kept."""
+        return self.end - len(self.lines)
 
-@dataclass(slots=True)
-class _SentLog:
-    """One log, and how much of it has been sent."""
+    @property
+    def unsent(self) -> int:
+        """The size of the lines that were read and not sent."""
+        if self.sent >= self.end:
+            return 0
+        return sum(len(line.text) + _LINE_COST for line in islice(self.lines, max(0, self.sent - self.first), None))
 
-    log: Log
-    attempt: int
-    rank: int
-    stream: Stream
-    size: int = 0
-    sent: int = 0
-    sizes: list[int] = field(default_factory=list)
-    """The sizes that were observed, and their times."""
-    times: list[float] = field(default_factory=list)
-    holes: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges (start, end) that were skipped."""
+    @property
+    def waiting(self) -> int:
+        """The size of what was not sent."""
+        return self.size - self.at + self.unsent
 
+    @property
+    def has_more(self) -> bool:
+        """True if a line was not sent as it is now."""
+        return self.at < self.size or self.sent < self.end or self.open != self._sent_open
+
+    # -------------------------------------------------------------- reading
     def grew(self, size: int, now: float) -> None:
         if size < self.size:  # the user has truncated the file
-            self.sent = 0
-            for past in (self.sizes, self.times, self.holes):
-                past.clear()
+            self.finish()
+            self.at = 0
+            self._times.clear()
         self.size = size
-        self.sizes.append(size)
-        self.times.append(now)
-        if len(self.sizes) > _MAX_MARKS:  # thin the older marks
-            del self.sizes[-3::-2], self.times[-3::-2]
+        if self._times and now - self._times[-1][1] < timeouts.LOG_TIME_RESOLUTION_S:
+            now = self._times.pop()[1]
+        self._times.append((size, now))
 
-    def spans(self, start: int, end: int) -> Iterator[tuple[int, int, float]]:
-        """Yield the range in parts of one time each: (start, end, time)."""
-        at = bisect.bisect_right(self.sizes, start)
-        while start < end:
-            last = at
-            while last + 1 < len(self.sizes) and self.times[last + 1] - self.times[at] < timeouts.LOG_TIME_RESOLUTION_S:
-                last += 1
-            stop = min(end, self.sizes[last]) if last < len(self.sizes) else end
-            yield start, stop, self.times[min(at, len(self.times) - 1)]
-            start, at = stop, last + 1
+    def read(self, most: int) -> None:
+        """Read the next bytes."""
+        until = min(self.size, self.at + most)
+        while self.at < until:
+            while self._times and self._times[0][0] <= self.at:
+                self._times.popleft()
+            end, self.time = self._times[0] if self._times else (self.size, self.time)
+            stop = min(end, until)
+            self._add(self._assembler.feed(self.log.read(self.at, stop)))
+            self.at = stop
+        self.open = self._assembler.partials
 
-    def read(self, start: int, end: int) -> bytes:
-        return self.log.read(start, end)
+    def finish(self) -> None:
+        """End the unfinished lines: nothing follows them."""
+        self._add(self._assembler.finish())
+        self.open = []
 
-    def chunks(self, most: int) -> list[Chunk]:
-        """Take the next unsent bytes."""
-        start, end = self.sent, min(self.size, self.sent + most)
-        self.sent = end
-        return _chunks(self, start, end)
+    def _add(self, lines: Sequence[str]) -> None:
+        for _ in range(min(self._assembler.retracted, len(self.lines))):
+            self.lines.pop()
+            self.end -= 1
+        if self._assembler.retracted:
+            self.sent, self._sent_open = min(self.sent, self.end), None
+        self.lines.extend(LineEntry(self.time, line) for line in lines)
+        self.end += len(lines)
 
     def skip(self, most: int) -> None:
-        """Skip to the last lines if more than `most` bytes or 10,000 lines are unsent."""
-        if self.size - self.sent > min(most, _MIN_SKIP_BYTES):
-            begin = max(self.sent, self.line_start(self.size - most))
-            begin = self.lines_start(MAX_LINES, begin)
-            if begin > self.sent:
-                self.holes.append((self.sent, begin))
-                self.sent = begin
-                del self.holes[:-_MAX_HOLES]  # the oldest holes lie far before the last lines
+        """Skip to the last lines if more than `most` bytes are unread."""
+        if self.size - self.at <= min(most, _MIN_SKIP_BYTES):
+            return
+        begin = self._last_lines(max(self.at, self._line_start(self.size - most)))
+        if begin > self.at:
+            self.finish()
+            self._add([f"… {begin - self.at:,} bytes not shown …"])
+            self.at = begin
 
-    def fill(self, most: int) -> tuple[int, int] | None:
-        """Return the end of the latest hole as a range of whole lines; None if no hole is among the last lines."""
-        floor = self.lines_start(MAX_LINES, max(0, self.size - _MAX_TAIL_BYTES)) if self.holes else 0
-        while self.holes:
-            start, end = self.holes.pop()
-            if end > floor:
-                begin = self.part_start(max(start, floor), end, most)
-                if begin > max(start, floor):
-                    self.holes.append((start, begin))
-                return begin, end
-        return None
-
-    def part_start(self, start: int, end: int, most: int) -> int:
-        """Return the start of at most `most` bytes of whole lines before `end`, or of part of one long line."""
-        begin = max(start, self.line_start(end - most))
-        return begin if begin < end else max(start, end - most)
-
-    def line_start(self, at: int) -> int:
+    def _line_start(self, at: int) -> int:
         """Return the start of the first line at or after `at`; `at` if a block holds none."""
         if at <= 0:
             return 0
-        found = self.read(at - 1, min(at + _BLOCK_BYTES, self.size)).find(b"\n")
+        found = self.log.read(at - 1, min(at + _BLOCK_BYTES, self.size)).find(b"\n")
         return at + max(0, found)
 
-    def lines_start(self, count: int, floor: int) -> int:
-        """Return the start of the last `count` lines, at least `floor`."""
-        end = self.size
+    def _last_lines(self, floor: int) -> int:
+        """Return the start of the last lines, at least `floor`."""
+        end, count = self.size, MAX_LINES - 1  # and one that says what was skipped
         while end > floor:
             start = max(floor, end - _BLOCK_BYTES)
-            block = self.read(start, end)
+            block = self.log.read(start, end)
             found = block.count(b"\n")
             if found > count:
                 at = 0
@@ -144,129 +145,103 @@ class _SentLog:
             end = start
         return floor
 
+    # -------------------------------------------------------------- sending
+    def take(self, most: int) -> LogPart:
+        """Take the next lines."""
+        self.read(max(0, most - self.unsent))
+        first, lines = max(self.sent, self.first), list[LineEntry]()
+        for line in islice(self.lines, first - self.first, None):
+            lines.append(line)
+            most -= len(line.text) + _LINE_COST
+            if most <= 0:
+                break
+        self.sent = first + len(lines)
+        self._sent_open = self.open if self.sent == self.end else []
+        return LogPart(self.attempt, self.rank, self.stream, first, lines, self._sent_open)
+
+    def rewind(self, end: int) -> None:
+        """Send the lines from this number on again."""
+        self.sent = min(self.sent, max(end, self.first))
+        self._sent_open = None if self.open else self._sent_open
+
 
 class LogFeed:
     """The logs of a launch, on their way to the page. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._logs: dict[tuple[int, int, Stream], _SentLog] = {}
+        self._logs: dict[tuple[int, int, Stream], _Log] = {}
 
     def grew(self, attempt: int, rank: int, stream: Stream, log: Log, size: int, now: float) -> None:
         """Note the current size of a log."""
         with self._lock:
             key = attempt, rank, stream
-            sent = self._logs.get(key)
-            if sent is None:
-                sent = self._logs[key] = _SentLog(log, *key)
-            sent.grew(size, now)
+            known = self._logs.get(key)
+            if known is None:
+                known = self._logs[key] = _Log(log, *key)
+            known.grew(size, now)
 
     @property
     def waiting(self) -> int:
-        """Unsent bytes of all logs."""
+        """The size of all that was not sent."""
         with self._lock:
-            return sum(log.size - log.sent for log in self._logs.values())
+            return sum(log.waiting for log in self._logs.values())
 
     @property
     def has_more(self) -> bool:
-        """True if bytes or holes are unsent."""
+        """True if a line was not sent as it is now."""
         with self._lock:
-            return any(log.size > log.sent or log.holes for log in self._logs.values())
+            return any(log.has_more for log in self._logs.values())
 
-    def take(self, most: int, *, is_over: bool = False) -> list[Chunk]:
-        """Take the next unsent bytes: a fair share of each log, in order of time.
+    def take(self, most: int, *, is_over: bool = False) -> list[LogPart]:
+        """Take the next lines: a fair share of each log.
 
         Args:
-            most: Bytes of all logs together.
-            is_over: The launch has ended: all last lines may be sent, however long that takes.
+            most: The size of all of them together.
+            is_over: The launch has ended: no line is unfinished.
         """
         with self._lock:
-            waiting = [log for log in self._logs.values() if log.sent < log.size]
-            for log in waiting:
-                log.skip(_MAX_TAIL_BYTES if is_over else _MAX_BACKLOG_BYTES // len(waiting))
-            shares = fair_shares([log.size - log.sent for log in waiting], most)
-            chunks = [chunk for log, share in zip(waiting, shares, strict=True) for chunk in log.chunks(share)]
-        return sorted(chunks, key=lambda chunk: chunk.time)
+            last = self._last_attempt()
+            unread = [log for log in self._logs.values() if log.at < log.size]
+            for log in unread:
+                log.skip(_MAX_TAIL_BYTES if is_over else _MAX_BACKLOG_BYTES // len(unread))
+            for log in self._logs.values():
+                if (is_over or log.attempt < last) and log.at >= log.size and log.open:
+                    log.finish()
+            waiting = [log for log in self._logs.values() if log.has_more]
+            wanted = [log.unsent + (log.size - log.at) * (1 + _LINE_COST) for log in waiting]  # each byte may be a line
+            shares = fair_shares(wanted, most)
+            return [log.take(share) for log, share in zip(waiting, shares, strict=True)]
+
+    def _last_attempt(self) -> int:
+        return max((log.attempt for log in self._logs.values()), default=0)
 
     def rewind(self, ends: Mapping[tuple[int, int, Stream], int]) -> None:
-        """Mark as unsent what a page lacks of the last lines.
+        """Send again what a page lacks of the last lines.
 
         Args:
-            ends: Where what the page has of each log ends. Default for a log: at its beginning.
+            ends: The number of the line after those of each log that the page has. Default for a log: 0.
         """
         with self._lock:
             for key, log in self._logs.items():
-                end = ends.get(key, 0)
-                if end < log.sent:
-                    log.sent = min(log.sent, log.lines_start(MAX_LINES, max(end, log.size - _MAX_TAIL_BYTES)))
-                    log.holes = [hole for hole in log.holes if hole[1] <= log.sent]
+                log.rewind(ends.get(key, 0))
 
-    def fill(self, most: int) -> list[Chunk]:
-        """Take whole lines that were skipped though they are among the last lines; empty if there are none."""
-        with self._lock:
-            for log in self._logs.values():
-                part = log.fill(most)
-                if part is not None:
-                    return _chunks(log, *part)
-        return []
-
-    def older(self, attempt: int, rank: int, stream: Stream, start: int, end: int) -> list[Chunk]:
-        """Return the last whole lines of a part of a log; empty if there is no such log."""
-        with self._lock:
-            log = self._logs.get((attempt, rank, stream))
-        if log is None:
-            return []
-        end = max(0, min(end, log.size))
-        return _chunks(log, log.part_start(min(end, max(0, start)), end, _MAX_ANSWER_BYTES), end)
-
-    def tails(self, lines: int) -> list[RankTail]:
+    def tails(self, count: int) -> list[RankTail]:
         """Return the last lines of each rank in the last attempt, stdout and stderr in order of time."""
         with self._lock:
-            last = max((log.attempt for log in self._logs.values()), default=0)
-            logs = [log for log in self._logs.values() if log.attempt == last]
-        ranks = sorted({log.rank for log in logs})
-        return [_tail(rank, [log for log in logs if log.rank == rank], lines) for rank in ranks]
+            last = self._last_attempt()
+            ranks: dict[int, list[_Log]] = {}
+            for log in self._logs.values():
+                if log.attempt == last:
+                    log.skip(_MAX_TAIL_BYTES)
+                    log.read(log.size)
+                    ranks.setdefault(log.rank, []).append(log)
+            return [_tail(rank, ranks[rank], count) for rank in sorted(ranks)]
 
 
-def older_lines(request: int | None, chunks: Sequence[Chunk]) -> tuple[OlderLines, bytes]:
-    """Return an earlier part of a log as a message and its buffer.
-
-    Args:
-        request: The number of the request; None: unrequested.
-        chunks: Adjacent parts of one log.
-    """
-    first, data = chunks[0], b"".join(chunk.data for chunk in chunks)
-    message = OlderLines(
-        request=request,
-        attempt=first.attempt,
-        rank=first.rank,
-        stream=first.stream,
-        start=first.offset,
-        end=first.offset + len(data),
-        spans=[Span(len(chunk.data), chunk.time) for chunk in chunks if chunk.data],
-    )
-    return message, data
-
-
-def _chunks(log: _SentLog, start: int, end: int) -> list[Chunk]:
-    data = log.read(start, end)
-    return [
-        Chunk(log.attempt, log.rank, log.stream, a, t, data[a - start : b - start])
-        for a, b, t in log.spans(start, start + len(data))
-    ]
-
-
-def _tail(rank: int, logs: list[_SentLog], count: int) -> RankTail:
-    timed: list[tuple[float, str]] = []
-    more = False
-    for log in logs:
-        start = log.line_start(log.size - _RECORD_TAIL_BYTES)
-        assembler = LineAssembler()
-        at = 0.0
-        for a, b, at in log.spans(start, log.size):
-            timed += [(at, line) for line in assembler.feed(log.read(a, b))]
-        timed += [(at, line) for line in assembler.finish()]
-        more = more or start > 0
-    timed.sort(key=lambda line: line[0])  # stable: lines of one time keep their order
-    lines = tuple(line for _, line in timed[-count:])
-    return RankTail(rank, lines, more or len(timed) > count, logs[0].log.name)
+def _tail(rank: int, logs: Sequence[_Log], count: int) -> RankTail:
+    lines = [line for log in logs for line in islice(log.lines, max(0, len(log.lines) - count), None)]
+    lines += [LineEntry(log.time, text) for log in logs for text in log.open]
+    lines.sort(key=lambda line: line.time)  # stable: lines of one time keep their order
+    total = sum(log.end + len(log.open) for log in logs)
+    return RankTail(rank, tuple(line.text for line in lines[-count:]), total > count, logs[0].log.name)

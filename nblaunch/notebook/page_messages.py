@@ -111,7 +111,7 @@ class OutputsEntry(NamedTuple):
 
 
 class OutputPart(NamedTuple):
-    """Bytes of one output's JSON, in the message's buffer after those of the logs; total is the size of the whole."""
+    """Bytes of one output's JSON, in the message's buffer, one part after the other; total is the size of the whole."""
 
     number: int
     offset: int
@@ -120,7 +120,7 @@ class OutputPart(NamedTuple):
 
 
 class LogEnd(NamedTuple):
-    """Where what the page has of one log ends."""
+    """The number of the line after those that the page has of one log."""
 
     attempt: int
     rank: int
@@ -128,11 +128,11 @@ class LogEnd(NamedTuple):
     end: int
 
 
-class Span(NamedTuple):
-    """Bytes of a log that were printed at one time, in seconds since the launch began."""
+class LineEntry(NamedTuple):
+    """A line as a terminal would show it, with its own colours; its time in seconds since the launch began."""
 
-    size: int
     time: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,14 @@ class OutputContent:
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """A part of one log; its bytes are in the message's buffer, those of each part after the previous one's."""
+    """Lines of one log: they replace what the page has from number `first` on, and the unfinished lines."""
 
     attempt: int
     rank: int
     stream: Stream
-    offset: int
-    size: int
-    time: float
+    first: int
+    lines: Sequence[LineEntry]
+    open: Sequence[str]
 
 
 # ------------------------------------------------------------------ to the page
@@ -261,20 +261,6 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OlderLines:
-    """Bytes start to end of a log, in the message's buffer: the answer to a request, or unrequested (null)."""
-
-    kind: Literal["older"] = "older"
-    request: int | None
-    attempt: int
-    rank: int
-    stream: Stream
-    start: int
-    end: int
-    spans: Sequence[Span]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledged:
     """A click has arrived; done if the launch had already ended."""
 
@@ -292,7 +278,7 @@ class RecordText:
     text: str
 
 
-ToPage = Delta | Snapshot | OlderLines | Acknowledged | RecordText
+ToPage = Delta | Snapshot | Acknowledged | RecordText
 
 
 # ------------------------------------------------------------------ from the page
@@ -322,19 +308,6 @@ class RecordRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OlderRequest:
-    """The reader asks for bytes start to end of a log; the answer may be shorter, and holds the end."""
-
-    kind: Literal["older"] = "older"
-    request: int
-    attempt: int
-    rank: int
-    stream: Stream
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LookRequest:
     """The user looks at a rank: its debugger opens in the cell, or for who waits for the launch."""
 
@@ -343,7 +316,7 @@ class LookRequest:
     rank: int
 
 
-FromPage = Request | Resync | RecordRequest | OlderRequest | LookRequest
+FromPage = Request | Resync | RecordRequest | LookRequest
 
 
 def to_content(message: ToPage | PanelInfo | OutputContent) -> dict[str, Any]:
@@ -364,15 +337,6 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
                 return Resync(request=int(content["request"]), logs=ends)
             case "record":
                 return RecordRequest(launch=str(content["launch"]))
-            case "older" if content["stream"] in ("out", "err"):
-                return OlderRequest(
-                    request=int(content["request"]),
-                    attempt=int(content["attempt"]),
-                    rank=int(content["rank"]),
-                    stream=content["stream"],
-                    start=int(content["start"]),
-                    end=int(content["end"]),
-                )
             case "look" if (rank := int(content["rank"])) >= 0:
                 return LookRequest(launch=str(content["launch"]), rank=rank)
     except (KeyError, TypeError, ValueError):

@@ -44,14 +44,12 @@ from nblaunch.launch.views.events import (
 from nblaunch.machine import timeouts
 from nblaunch.notebook.cell_display import CellDisplay
 from nblaunch.notebook.launch_record import record_of
-from nblaunch.notebook.log_feed import Chunk, LogFeed, older_lines
+from nblaunch.notebook.log_feed import LogFeed
 from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.page_messages import (
     Acknowledged,
     Delta,
-    LogPart,
     LookRequest,
-    OlderRequest,
     PanelInfo,
     RecordRequest,
     RecordText,
@@ -368,18 +366,12 @@ class PanelView(View):
         delta = Delta(now=self._now(), changes=changes)
         size = len(json.dumps(to_content(delta)))
         room = max(_MIN_LOG_BYTES, int(self._credit) - size)
-        outputs, output_bytes = self._outputs.take(room // 2 if self._feed.waiting else room)
-        chunks = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)), is_over=is_over)
+        outputs, output_bytes = self._outputs.take(room // 2 if self._feed.has_more else room)
+        logs = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)), is_over=is_over)
         needs_heartbeat = not is_over and time.monotonic() - self._sent_at > timeouts.PANEL_HEARTBEAT_INTERVAL_S
-        if changes or chunks or outputs or needs_heartbeat:
-            parts = [
-                LogPart(chunk.attempt, chunk.rank, chunk.stream, chunk.offset, len(chunk.data), chunk.time)
-                for chunk in chunks
-            ]
-            delta = Delta(now=delta.now, changes=changes, logs=parts or None, outputs=outputs or None)
-            self._send_message(widget, delta, b"".join(chunk.data for chunk in chunks) + output_bytes)
-        elif is_over and self._feed.has_more:
-            self._fill(widget)
+        if changes or logs or outputs or needs_heartbeat:
+            delta = Delta(now=delta.now, changes=changes, logs=logs or None, outputs=outputs or None)
+            self._send_message(widget, delta, output_bytes)
         elif is_over and self._needs_last and not self._outputs.has_more:
             self._needs_last = False
             self._send_message(widget, Delta(now=self._now(), last=True))
@@ -387,13 +379,6 @@ class PanelView(View):
     def _send_message(self, widget: Any, message: Delta | Snapshot, data: bytes = b"") -> None:
         self._sent_at = time.monotonic()
         self._credit -= widget.send_numbered(message, data)
-
-    def _fill(self, widget: Any) -> None:
-        """Send recent lines that were skipped during a flood."""
-        chunks = self._feed.fill(int(self._credit))
-        if chunks:
-            self._credit -= sum(len(chunk.data) for chunk in chunks)
-            self._send_older(widget, None, chunks)
 
     # -------------------------------------------------------------- from the page
     def _receive(self, content: Mapping[str, Any]) -> None:
@@ -409,8 +394,6 @@ class PanelView(View):
                     self._send_in_background()
                     if self._over.is_set():
                         self._is_recorded.set()
-            case OlderRequest() as request:
-                self._answer(request)
             case Request() as request:
                 self._obey(request)
             case LookRequest(rank=rank) as request if self._is_of(request.launch):
@@ -432,18 +415,6 @@ class PanelView(View):
         if request.kind != "stacks":
             action = "done" if done else request.kind
             widget.send(to_content(Acknowledged(action=action, launch=request.launch)))
-
-    def _answer(self, request: OlderRequest) -> None:
-        place = request.attempt, request.rank, request.stream
-        chunks = self._feed.older(*place, request.start, request.end)
-        with self._lock:
-            widget = self._widget
-        if widget is not None:
-            self._send_older(widget, request.request, chunks or [Chunk(*place, request.start, 0.0, b"")])
-
-    def _send_older(self, widget: Any, request: int | None, chunks: Sequence[Chunk]) -> None:
-        message, data = older_lines(request, chunks)
-        widget.send(to_content(message), [data])
 
 
 def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:

@@ -42,7 +42,7 @@ def _is_whole(lab: Lab) -> None:
     lab.wait_for_state("finished")
     lab.log_says("the last line")
     lab.panel.get_by_text("60/60").nth(1).wait_for()
-    assert lab.panel.locator(".nbl-gap").count() == 0
+    assert lab.panel.locator(".nbl-line", has_text="not shown").count() == 0
 
 
 def test_a_lost_connection_leaves_a_whole_panel_and_record(lab: Lab) -> None:

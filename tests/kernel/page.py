@@ -111,13 +111,12 @@ class Page:
         entries = [entry for _, content, _ in self.messages for entry in content.get("changes", {}).get("outputs", [])]
         return next((entry[2] for entry in reversed(entries) if entry[0] == rank), None)
 
-    def log(self, rank: int, stream: str = "out") -> dict[int, bytes]:
-        """What the page has of a log, by offset."""
-        parts: dict[int, bytes] = {}
-        for _, content, data in self.messages:
-            at = 0
+    def log(self, rank: int, stream: str = "out") -> dict[int, str]:
+        """The lines that the page has of a log, by number."""
+        lines: dict[int, str] = {}
+        for content in self.of("delta"):
             for part in content.get("logs", []):
                 if (part["rank"], part["stream"]) == (rank, stream):
-                    parts[part["offset"]] = data[at : at + part["size"]]
-                at += part["size"]
-        return parts
+                    lines = {number: text for number, text in lines.items() if number < part["first"]}
+                    lines |= {part["first"] + at: text for at, (_, text) in enumerate(part["lines"])}
+        return lines

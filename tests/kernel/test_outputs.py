@@ -22,7 +22,7 @@ def contents(page: Page, rank: int) -> list[dict[str, Any]]:
     found: dict[int, bytes] = {}
     totals: dict[int, int] = {}
     for _, message, data in page.messages:
-        at = sum(part["size"] for part in message.get("logs", []))
+        at = 0
         for number, offset, size, totals[number] in message.get("outputs", []):
             found[number] = (found.get(number, b"") if offset else b"") + data[at : at + size]
             at += size

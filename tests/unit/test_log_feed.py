@@ -1,4 +1,4 @@
-"""Log bytes sent to the page: each once, in order, in fair shares; during a flood the last lines."""
+"""Printed lines sent to the page: each once, numbered, in fair shares; during a flood the last ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from nblaunch.engines.rank_files import LogFile
 from nblaunch.launch.views.events import Stream
 from nblaunch.notebook.log_feed import MAX_LINES, LogFeed
 from nblaunch.wire.launch_files import rank_file
+
+Sent = tuple[int, str, int, list[str], list[str]]
 
 
 class Logs:
@@ -31,8 +33,12 @@ class Logs:
     def log(self, rank: int, stream: Stream) -> LogFile:
         return LogFile(rank_file(self.directory, rank, stream))
 
-    def take(self, most: int = 1 << 20) -> list[tuple[int, str, int, bytes]]:
-        return [(chunk.rank, chunk.stream, chunk.offset, chunk.data) for chunk in self.feed.take(most)]
+    def take(self, most: int = 1 << 20, *, is_over: bool = False) -> list[Sent]:
+        """The rank, the stream, the number of the first line, the lines, and the unfinished ones."""
+        parts = self.feed.take(most, is_over=is_over)
+        return [
+            (part.rank, part.stream, part.first, [line.text for line in part.lines], [*part.open]) for part in parts
+        ]
 
 
 @pytest.fixture
@@ -40,161 +46,159 @@ def logs(tmp_path: Path) -> Logs:
     return Logs(tmp_path)
 
 
-def test_output_is_sent_once_in_order_of_time(logs: Logs) -> None:
+def test_output_is_sent_once(logs: Logs) -> None:
     logs.write(b"a\n", rank=1)
     logs.write(b"b\n", rank=0, stream="err")
     logs.write(b"c\n", rank=1)
-    assert logs.take() == [(1, "out", 0, b"a\n"), (0, "err", 0, b"b\n"), (1, "out", 2, b"c\n")]
+    assert logs.take() == [(1, "out", 0, ["a", "c"], []), (0, "err", 0, ["b"], [])]
     assert logs.take() == []
+    assert not logs.feed.has_more
     assert logs.feed.waiting == 0
+    logs.write(b"d\n", rank=1)
+    assert logs.take() == [(1, "out", 2, ["d"], [])]
 
 
-def test_each_part_has_the_time_at_which_it_was_printed(logs: Logs) -> None:
+def test_each_line_has_the_time_at_which_it_was_printed(logs: Logs) -> None:
     for line in (b"one\n", b"two\n", b"three\n"):
         logs.write(line)
-    assert [(chunk.time, chunk.data) for chunk in logs.feed.take(100)] == [
-        (1.0, b"one\n"),
-        (2.0, b"two\n"),
-        (3.0, b"three\n"),
-    ]
+    (part,) = logs.feed.take(1000)
+    assert part.lines == [(1.0, "one"), (2.0, "two"), (3.0, "three")]
 
 
-def test_parts_of_nearly_the_same_time_are_one(logs: Logs) -> None:
+def test_lines_of_nearly_the_same_time_have_one(logs: Logs) -> None:
     for _ in range(5):
         logs.write(b"tick\n", after=0.02)
-    assert [len(chunk.data) for chunk in logs.feed.take(100)] == [25]
+    (part,) = logs.feed.take(1000)
+    assert {line.time for line in part.lines} == {0.02}
+
+
+def test_a_bar_is_sent_whenever_it_moves_and_is_a_line_at_the_end(logs: Logs) -> None:
+    logs.write(b"begun\n 10%")
+    assert logs.take() == [(0, "out", 0, ["begun"], [" 10%"])]
+    assert logs.take() == []
+    logs.write(b"\r 20%")
+    assert logs.take() == [(0, "out", 1, [], [" 20%"])]
+    assert logs.take(is_over=True) == [(0, "out", 1, [" 20%"], [])]
+    assert not logs.feed.has_more
+
+
+def test_nested_bars_take_lines_back(logs: Logs) -> None:
+    logs.write(b"outer 0\ninner 0\n")
+    assert logs.take() == [(0, "out", 0, ["outer 0", "inner 0"], [])]
+    logs.write(b"\x1b[2A\router 1")
+    assert logs.take() == [(0, "out", 0, [], ["outer 1", "inner 0"])]
+    logs.write(b"\n\n")
+    logs.take()
+    assert logs.take(is_over=True) == [(0, "out", 0, ["outer 1", "inner 0"], [])]
+
+
+def test_another_attempt_ends_the_lines_of_the_one_before(logs: Logs, tmp_path: Path) -> None:
+    logs.write(b"bar")
+    logs.take()
+    (tmp_path / "again").mkdir()
+    again = Logs(tmp_path / "again")
+    again.feed = logs.feed
+    again.write(b"second\n", attempt=1)
+    assert again.take() == [(0, "out", 0, ["bar"], []), (0, "out", 0, ["second"], [])]
+    assert again.feed.tails(9)[0].lines == ("second",)
 
 
 def test_a_noisy_rank_leaves_the_others_their_share(logs: Logs) -> None:
-    logs.write(b"noise\n" * 10_000, rank=0)
+    logs.write(b"noise\n" * 1000, rank=0)
     logs.write(b"signal\n", rank=1)
-    taken = logs.take(1000)
-    assert (1, "out", 0, b"signal\n") in taken
-    assert sum(len(data) for _, _, _, data in taken) == 1000
+    noisy, other = logs.take(1000)
+    assert other == (1, "out", 0, ["signal"], [])
+    assert len(noisy[3]) < 100
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.binary(min_size=1, max_size=300)), max_size=30), st.integers(1, 500))
-def test_every_byte_is_sent_exactly_once_whatever_the_budget(
-    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, bytes]], most: int
+@given(st.lists(st.tuples(st.integers(0, 2), st.text("ab\n", min_size=1)), max_size=30), st.integers(1, 500))
+def test_every_line_is_sent_exactly_once_whatever_the_budget(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, str]], most: int
 ) -> None:
     logs = Logs(tmp_path_factory.mktemp("logs"))
-    whole: dict[int, bytes] = {}
-    got: dict[int, bytes] = {}
+    whole: dict[int, str] = {}
+    got: dict[int, list[str]] = {}
 
-    def take() -> None:
-        for rank, _, offset, data in logs.take(most):
-            assert offset == len(got.get(rank, b""))
-            got[rank] = got.get(rank, b"") + data
+    def take(*, is_over: bool = False) -> None:
+        for rank, _, first, lines, _ in logs.take(most, is_over=is_over):
+            assert first == len(got.setdefault(rank, []))
+            got[rank] += lines
 
-    for rank, data in writes:
-        logs.write(data, rank=rank, after=0.1)
-        whole[rank] = whole.get(rank, b"") + data
+    for rank, text in writes:
+        logs.write(text.encode(), rank=rank, after=0.1)
+        whole[rank] = whole.get(rank, "") + text
         take()
-    while logs.feed.waiting:
-        take()
-    assert got == whole
+    for is_over in (False, True):
+        take(is_over=is_over)
+        while logs.feed.has_more:
+            take(is_over=is_over)
+    assert {rank: lines for rank, lines in got.items() if lines} == {
+        rank: text.split("\n") if not text.endswith("\n") else text.split("\n")[:-1] for rank, text in whole.items()
+    }
 
 
-def test_of_a_flood_the_last_ten_thousand_lines_are_sent(logs: Logs) -> None:
+def test_of_a_flood_the_last_lines_are_sent(logs: Logs) -> None:
     logs.write(b"".join(b"line %d\n" % number for number in range(100_000)))
-    first = logs.take(1 << 22)[0]
-    assert first[3].startswith(b"line 90000\n")
-    assert first[3].count(b"\n") == MAX_LINES
-    assert first[2] > 0  # its offset shows the page what is missing
+    (sent,) = logs.take(1 << 22)
+    assert sent[3][0].endswith(" bytes not shown …")
+    assert sent[3][1:] == [f"line {number}" for number in range(98_001, 100_000)]
 
 
 def test_a_live_panel_is_never_far_behind_however_long_the_lines(logs: Logs) -> None:
     logs.write((b"x" * 9_999 + b"\n") * 1000)
     assert logs.feed.waiting == 10_000_000
-    (first,) = logs.take(1000)
-    assert first[2] >= 10_000_000 - (2 << 20)
-    assert first[2] % 10_000 == 0  # at a line's beginning
+    (sent,) = logs.take(1000)
+    skipped = int(sent[3][0].split()[1].replace(",", ""))
+    assert skipped >= 10_000_000 - (2 << 20)
+    assert skipped % 10_000 == 0  # up to a line's beginning
 
 
-def test_lines_omitted_from_the_tail_follow_after_the_launch(logs: Logs) -> None:
-    lines = [b"rank %d line %05d %s\n" % (0, number, b"." * 80) for number in range(20_000)]
+def test_the_lines_of_many_noisy_ranks_are_bounded(logs: Logs) -> None:
     for rank in range(8):
-        logs.write(b"".join(lines), rank=rank)
-    parts = [chunk for chunk in logs.feed.take(1 << 20) if chunk.rank == 3]
-    assert parts[0].offset > len(lines[0]) * 10_000  # behind by more than a live panel may be
-    while logs.feed.waiting:
-        parts += [chunk for chunk in logs.feed.take(1 << 20, is_over=True) if chunk.rank == 3]
+        logs.write(b"".join(b"line %05d %s\n" % (number, b"." * 80) for number in range(20_000)), rank=rank)
+    got: dict[int, list[str]] = {}
     while logs.feed.has_more:
-        filled = logs.feed.fill(50_000)
-        assert sum(len(chunk.data) for chunk in filled) <= 50_000
-        assert not filled or filled[0].data.startswith(b"rank 0 line ")
-        parts += [chunk for chunk in filled if chunk.rank == 3]
-    parts.sort(key=lambda chunk: chunk.offset)
-    assert b"".join(chunk.data for chunk in parts) == b"".join(lines[-10_000:])
+        for rank, _, _, lines, _ in logs.take(1 << 16, is_over=True):
+            got.setdefault(rank, []).extend(lines)
+    for rank in range(8):
+        assert [line[:10] for line in got[rank][-1999:]] == [f"line {n:05d}" for n in range(18_001, 20_000)]
 
 
 def test_a_log_that_the_user_cuts_goes_on_from_its_beginning(logs: Logs) -> None:
-    logs.write(b"x" * 1000)
+    logs.write(b"x" * 1000 + b"\n")
     logs.take()
     rank_file(logs.directory, 0, "out").write_bytes(b"")
     logs.write(b"new\n")
-    assert logs.take() == [(0, "out", 0, b"new\n")]
-    assert logs.feed.waiting == 0
+    assert logs.take() == [(0, "out", 1, ["new"], [])]
     assert not logs.feed.has_more
-
-
-@pytest.mark.parametrize("last", [b"y" * 70_000 + b"\n", b"50%\r" * 25_000])
-def test_an_earlier_part_that_ends_in_a_huge_line_comes_too(logs: Logs, last: bytes) -> None:
-    logs.write(b"first\n" + last)
-    end, got = 6 + len(last), b""
-    while end > 0:
-        part = logs.feed.older(0, 0, "out", 0, end)
-        assert part
-        data = b"".join(chunk.data for chunk in part)
-        assert part[0].offset + len(data) == end
-        end, got = part[0].offset, data + got
-    assert got == b"first\n" + last
 
 
 def test_after_a_rewind_a_page_gets_what_it_lacks_of_a_log(logs: Logs) -> None:
     logs.write(b"one\ntwo\n")
-    logs.write(b"other\n", rank=1)
+    logs.write(b"other\nbar", rank=1)
     logs.take()
-    logs.feed.rewind({(0, 0, "out"): 2})
-    assert logs.take() == [(0, "out", 2, b"e\ntwo\n"), (1, "out", 0, b"other\n")]
-    logs.feed.rewind({(0, 0, "out"): 99, (0, 1, "out"): 6})
-    assert logs.take() == []
+    logs.feed.rewind({(0, 0, "out"): 1})
+    assert logs.take() == [(0, "out", 1, ["two"], []), (1, "out", 0, ["other"], ["bar"])]
+    logs.feed.rewind({(0, 0, "out"): 99, (0, 1, "out"): 1})
+    assert logs.take() == [(1, "out", 1, [], ["bar"])]
 
 
 def test_after_a_rewind_far_back_only_the_last_lines_come(logs: Logs) -> None:
-    lines = [b"line %d\n" % number for number in range(3 * MAX_LINES)]
-    for line in (b"".join(lines[: 2 * MAX_LINES]), b"".join(lines[2 * MAX_LINES :])):
-        logs.write(line)
-        while logs.feed.waiting:
-            logs.feed.take(1 << 20)
-    logs.feed.rewind({(0, 0, "out"): len(lines[0])})
-    assert not logs.feed.fill(1 << 20)
-    (part,) = logs.take(1 << 20)
-    assert part[3] == b"".join(lines[-MAX_LINES:])
-
-
-def test_an_earlier_part_has_whole_lines_up_to_the_requested_end(logs: Logs) -> None:
-    logs.write(b"".join(b"line %06d\n" % number for number in range(50_000)))
-    end = 12 * 40_000
-    chunks = logs.feed.older(0, 0, "out", 0, end)
-    data = b"".join(chunk.data for chunk in chunks)
-    assert chunks[0].offset + len(data) == end
-    assert data.startswith(b"line ")
-    assert data.endswith(b"line 039999\n")
-    assert 60_000 < len(data) <= 64 << 10
-
-
-@pytest.mark.parametrize(("attempt", "rank", "end"), [(0, 9, 10), (1, 0, 10), (0, 0, -5)])
-def test_an_earlier_part_of_no_log_is_nothing(logs: Logs, attempt: int, rank: int, end: int) -> None:
-    logs.write(b"line\n")
-    assert logs.feed.older(attempt, rank, "out", 0, end) == []
+    lines = [f"line {number}" for number in range(3 * MAX_LINES)]
+    for line in lines:
+        logs.write(f"{line}\n".encode(), after=0.01)
+    while logs.feed.has_more:
+        logs.take()
+    logs.feed.rewind({(0, 0, "out"): 1})
+    (sent,) = logs.take()
+    assert sent == (0, "out", 2 * MAX_LINES, lines[-MAX_LINES:], [])
 
 
 def test_a_log_that_has_gone_is_left_out(logs: Logs) -> None:
     logs.write(b"line\n")
     rank_file(logs.directory, 0, "out").unlink()
-    assert logs.take() == []
-    assert logs.feed.waiting == 0
+    assert all(not lines for *_, lines, _ in logs.take())
+    assert not logs.feed.has_more
 
 
 def test_the_tail_merges_both_streams_by_time(logs: Logs) -> None:
@@ -211,12 +215,10 @@ def test_the_tail_is_as_a_terminal_would_show_it(logs: Logs) -> None:
     (tail,) = logs.feed.tails(20)
     assert tail.lines == ("100%", "done")
     assert not tail.more
+    assert logs.take() == [(0, "out", 0, ["100%"], ["done"])]  # the page gets it, too
 
 
-def test_marks_of_a_long_run_stay_bounded_and_keep_the_latest(logs: Logs) -> None:
+def test_marks_of_a_log_that_is_not_read_stay_bounded(logs: Logs) -> None:
     for number in range(20_000):
         logs.feed.grew(0, 0, "out", logs.log(0, "out"), number + 1, float(number))
-    log = logs.feed._logs[0, 0, "out"]
-    assert len(log.sizes) == len(log.times) <= 4096
-    assert log.sizes[-1] == 20_000
-    assert log.sizes == sorted(log.sizes)
+    assert len(logs.feed._logs[0, 0, "out"]._times) <= 4096

@@ -11,28 +11,26 @@ from nblaunch.notebook.page_messages import (
     Changes,
     Delta,
     FromPage,
+    LineEntry,
     LogEnd,
     LogPart,
     LookRequest,
-    OlderLines,
-    OlderRequest,
     PointEntry,
     RecordRequest,
     Request,
     Resync,
-    Span,
     StateEntry,
     from_content,
     to_content,
 )
 
-OLDER = {"kind": "older", "request": 7, "attempt": 0, "rank": 1, "stream": "err", "start": 3, "end": 9}
-
 
 def test_a_message_has_the_parts_that_are_set() -> None:
     state = StateEntry("running", countdown="", attempt=0, log_dir="/logs", seconds=None, message="")
     changes = Changes(state=state, metrics=[PointEntry("loss", 0, 1.0, None, 0)])
-    content = to_content(Delta(seq=3, now=1.5, changes=changes, logs=[LogPart(0, 1, "out", 5, 4, 1.25)]))
+    content = to_content(
+        Delta(seq=3, now=1.5, changes=changes, logs=[LogPart(0, 1, "out", 5, [LineEntry(1.25, "x")], [])])
+    )
     assert json.loads(json.dumps(content)) == {
         "kind": "delta",
         "seq": 3,
@@ -48,16 +46,9 @@ def test_a_message_has_the_parts_that_are_set() -> None:
             },
             "metrics": [["loss", 0, 1.0, None, 0]],
         },
-        "logs": [{"attempt": 0, "rank": 1, "stream": "out", "offset": 5, "size": 4, "time": 1.25}],
+        "logs": [{"attempt": 0, "rank": 1, "stream": "out", "first": 5, "lines": [[1.25, "x"]], "open": []}],
     }
     assert to_content(Delta(seq=4, now=2.0)) == {"kind": "delta", "seq": 4, "now": 2.0}
-
-
-def test_lines_that_nothing_requested_say_so() -> None:
-    lines = OlderLines(request=None, attempt=0, rank=0, stream="out", start=0, end=4, spans=[Span(4, 0.5)])
-    content = to_content(lines)
-    assert content["request"] is None
-    assert content["spans"] == [[4, 0.5]]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +61,6 @@ def test_lines_that_nothing_requested_say_so() -> None:
         ),
         ({"kind": "record", "launch": "L1"}, RecordRequest(launch="L1")),
         ({"kind": "look", "launch": "L1", "rank": 1}, LookRequest(launch="L1", rank=1)),
-        (OLDER, OlderRequest(request=7, attempt=0, rank=1, stream="err", start=3, end=9)),
     ],
 )
 def test_the_messages_of_a_page_are_read(content: dict[str, Any], message: FromPage) -> None:
@@ -85,11 +75,7 @@ def test_the_messages_of_a_page_are_read(content: dict[str, Any], message: FromP
         {"kind": "stop"},
         {"kind": "resync", "request": 1},
         {"kind": "resync", "request": 1, "logs": [[0, 1]]},
-        {"kind": "older"},
         {"kind": "look", "launch": "L1", "rank": -1},
-        {**OLDER, "rank": None},
-        {**OLDER, "start": "x"},
-        {**OLDER, "stream": "../../etc/passwd"},
     ],
 )
 def test_a_malformed_message_is_none(content: dict[str, Any]) -> None:

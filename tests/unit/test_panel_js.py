@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.machine import timeouts
 from nblaunch.notebook.charts import COLOURS, LOG_RATIO, MEAN_COLOUR, PART_STROKES
 from nblaunch.notebook.page_messages import Delta, to_content
@@ -37,28 +35,6 @@ def test_javascript(path: Path) -> None:
     done = node("--test", "--test-reporter=spec", path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ℹ pass [1-9]", done.stdout, re.MULTILINE), done.stdout
-
-
-TOKENS = [
-    *(b"a", b"bc ", b"\n", b"\n", b"\t", b"x" * 2100, b"\xff", b"\xe2", b"\xf0\x9f", b"\0"),
-    *("é".encode(), "😀".encode(), "…".encode()),
-    *(b"\r", b"\r\n", b"\b", b"\x1b[K", b"\x1b[1K", b"\x1b[2K", b"\x07", b"\x1b[12C", b"\x1b[?25l", b"\x1b(0"),
-    *(b"\x1b", b"[", b"]", b"0;", b"31m", b"\\", b"\x1b[31m", b"\x1b[0m", b"\x1b[1;48;2;1;2;3m", b"\x1b[7;38:5:9m"),
-]
-
-
-def test_its_lines_are_those_of_the_text_view() -> None:
-    random = Random(7)
-    streams = [[random.choice(TOKENS) for _ in range(random.randrange(40))] for _ in range(400)]
-    encoded = [[base64.b64encode(piece).decode() for piece in stream] for stream in streams]
-    done = node(HERE / "assemble.mjs", text=json.dumps(encoded))
-    assert done.returncode == 0, done.stderr
-    lines: list[list[str]] = json.loads(done.stdout)
-    assert len(lines) == len(streams)
-    for stream, found in zip(streams, lines, strict=True):
-        assembler = LineAssembler()
-        expected = [line for piece in stream for line in assembler.feed(piece)] + assembler.finish()
-        assert found == expected, stream
 
 
 def test_points_whose_steps_go_back_keep_their_places_in_bursts() -> None:

@@ -78,6 +78,34 @@ def test_each_line_carries_its_own_colours(data: bytes, lines: list[str]) -> Non
     assert lines_of(*(data[at : at + 1] for at in range(len(data)))) == lines
 
 
+# ------------------------------------------------------------------ a cursor that moves up
+def test_nested_bars_stay_two_lines() -> None:
+    assembler = LineAssembler(8)
+    assert assembler.feed(b"before\nouter 0%") == ["before"]
+    finished = 0
+    for step in range(50):
+        finished += len(assembler.feed(b"\n\rinner %d%%\x1b[A\router %d%%" % (step, step))) - assembler.retracted
+    assert assembler.partials == ["outer 49%", "inner 49%"]
+    assert finished == 0
+    assert assembler.feed(b"\n\r         \r\x1b[A\nnext\nlast\n") == ["outer 49%", "next     ", "last"]
+    assert assembler.partials == []
+
+
+def test_the_cursor_goes_up_into_finished_lines_which_are_taken_back() -> None:
+    assembler = LineAssembler(8)
+    assert assembler.feed(b"one\n\x1b[31mtwo\x1b[0m\n") == ["one", "\x1b[31mtwo\x1b[0m"]
+    assert (assembler.feed(b"\x1b[2A\rONE"), assembler.retracted) == ([], 2)
+    assert assembler.partials == ["ONE", "\x1b[31mtwo\x1b[0m"]
+    assert assembler.feed(b"\n\nthree") + assembler.finish() == ["ONE", "\x1b[31mtwo\x1b[0m", "three"]
+
+
+def test_the_cursor_goes_up_no_further_than_its_reach() -> None:
+    assembler = LineAssembler(8)
+    assembler.feed(b"x\n" * 20)
+    assembler.feed(b"\x1b[999A")
+    assert assembler.retracted == 7  # and the line that the cursor was on
+
+
 def test_partial_is_the_line_so_far() -> None:
     assembler = LineAssembler()
     assert assembler.partial == ""
@@ -146,15 +174,25 @@ def test_the_memory_of_a_long_line_is_bounded() -> None:
 def test_it_is_fast_and_quadratic_in_nothing(pieces: list[bytes]) -> None:
     begin = time.process_time()
     lines_of(*pieces)
+    screen_of(b"a\nb\n\x1b[2A" * 5000)
     assert time.process_time() - begin < 2  # a tenth of that as measured; what is quadratic takes minutes
 
 
 # ------------------------------------------------------------------ properties
 _TEXT = [b"a", b"bc", b"\n", b"\t", "é".encode(), "😀".encode(), b"x" * 2100, b"\xff", b"\xe2", b"\0", b"\x07"]
-_MOVES = [b"\r", b"\r\n", b"\b", b"\x1b[K", b"\x1b[2K", b"\x1b[A"]
+_MOVES = [b"\r", b"\r\n", b"\b", b"\x1b[K", b"\x1b[2K", b"\x1b[A", b"\x1b[2A", b"\x1b[B"]
 _ESCAPES = [b"\x1b", b"[", b"]", b"0;", b"31m", b"\\", b"\x1b[31m", b"\x1b[0m"]
 _TOKENS = st.sampled_from(_TEXT + _MOVES + _ESCAPES)
 _STREAMS = st.lists(_TOKENS | st.binary(max_size=5), max_size=40).map(b"".join)
+
+
+def screen_of(*pieces: bytes) -> list[str]:
+    """What a page shows that takes lines back."""
+    assembler, lines = LineAssembler(8), list[str]()
+    for piece in pieces:
+        more = assembler.feed(piece)
+        lines = lines[: len(lines) - assembler.retracted] + more
+    return lines + assembler.finish()
 
 
 @settings(DETERMINISTIC, max_examples=300)
@@ -164,6 +202,7 @@ def test_it_does_not_matter_how_bytes_are_split(data: bytes, cuts: list[int]) ->
     pieces = [data[start:end] for start, end in pairwise(bounds)]
     assert lines_of(*pieces) == lines_of(data)
     assert lines_of(*(data[at : at + 1] for at in range(len(data)))) == lines_of(data)
+    assert screen_of(*pieces) == screen_of(data)
 
 
 @DETERMINISTIC

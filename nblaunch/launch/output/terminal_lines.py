@@ -1,7 +1,7 @@
 """From the bytes of one stream to the lines that a terminal would show.
 
-Not a terminal emulator: the cursor moves within one line. Sequences that move it elsewhere, set titles or switch modes
-are dropped.
+Not a terminal emulator: the cursor moves within one line, or within the last few. Sequences that move it elsewhere, set
+titles or switch modes are dropped.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _TOKEN = re.compile(
     r"|(?P<back>\x08)"
     r"|\x1b\[(?P<colour>[0-9;:]{0,64})m"
     r"|\x1b\[(?P<erase>[02]?)K"
+    r"|\x1b\[(?P<up>[0-9]{0,3})A"
+    r"|\x1b\[(?P<down>[0-9]{0,3})B"
     r"|\x1b\[[0-?]{0,64}[ -/]{0,8}[@-~]"
     r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|(?=\x1b)|(?P<string>\Z))"  # a title or other hidden text
     r"|\x1b[ -/]{0,8}[0-~]"
@@ -51,14 +53,30 @@ class LineAssembler:
     Invalid UTF-8 becomes U+FFFD. Carriage return, backspace and erase-in-line work as on a terminal; other control
     characters are dropped. Colours are kept: each line sets its own and resets them at its end. A long line keeps its
     first and last 2,000 characters, in bounded memory.
+
+    Args:
+        reach: Rows that the cursor can be in, for nested progress bars. Default: 1, it does not move up.
+
+    Attributes:
+        retracted: How many lines of earlier calls the last `feed` takes back, because the cursor has moved up to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reach: int = 1) -> None:
+        self._reach = reach
+        self.retracted = 0
         self._reset()
 
     def _reset(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._line = _Line()
+        self._rows = [_Row()]
+        self._row = 0
+        """Of the cursor."""
+        self._held = 1
+        """Rows that may still change: more than one once the cursor has moved up."""
+        self._ends = 0
+        """Line ends since then."""
+        self._recent: deque[str] = deque(maxlen=self._reach)
+        self._lines: list[str] = []
         self._colour = ""
         self._pending = ""
         """An incomplete escape sequence."""
@@ -67,33 +85,43 @@ class LineAssembler:
     @property
     def partial(self) -> str:
         """The unfinished line, as a terminal would show it."""
-        return self._line.render()
+        return self._rows[self._row].render()
+
+    @property
+    def partials(self) -> list[str]:
+        """All unfinished lines that show something."""
+        return [text for row in self._rows if (text := row.render()).strip()]
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that `data` completes, without line ends."""
         text = self._pending + self._decoder.decode(data)
         *ended, rest = text.replace("\r\n", "\n").split("\n")
-        self._pending = ""
-        lines = [self._whole_line(segment) for segment in ended]
+        self._pending, self._lines, self.retracted = "", [], 0
+        for segment in ended:
+            self._finish_line(segment)
         self._interpret(self._hold_back(rest))
-        return lines
+        return self._lines
 
     def finish(self) -> list[str]:
         """End the stream, and return the remaining lines; none if a terminal would show nothing."""
         lines = self.feed(self._decoder.decode(b"", final=True).encode())
-        rest = self.partial
+        rest = [row.render() for row in self._rows]
+        while rest and not rest[-1].strip():
+            rest.pop()
         self._reset()  # the next data may follow a gap
-        return [*lines, rest] if rest.strip() else lines
+        return lines + rest
 
-    def _whole_line(self, text: str) -> str:
+    def _finish_line(self, text: str) -> None:
         """Finish the line with `text`. The two common cases need no cells."""
-        if not (self._line.cells or self._in_string):
+        first = self._rows[0]
+        if len(self._rows) == 1 and not (first.cells or first.cursor or self._in_string):
             if not self._colour and not _SPECIAL.search(text):
-                return text if len(text) <= _MAX_LENGTH else shorten(text)
+                return self._emit(text if len(text) <= _MAX_LENGTH else shorten(text))
             if len(text) <= _MAX_LENGTH and _ONLY_COLOURS.fullmatch(text):
-                return self._coloured(text)
+                return self._emit(self._coloured(text))
         self._interpret(text)
-        return self._end_line()
+        self._in_string = False  # an unterminated title must not swallow the next lines
+        return self._end_row()
 
     def _coloured(self, text: str) -> str:
         first, *rest = _SGR.split(text)
@@ -103,11 +131,47 @@ class LineAssembler:
             runs.append((self._colour, shown))
         return _join([(f"\x1b[{colour}m" if colour else "", shown) for colour, shown in runs if shown])
 
-    def _end_line(self) -> str:
-        line = self._line.render()
-        self._line = _Line()
-        self._in_string = False  # an unterminated title must not swallow the next lines
-        return line
+    def _end_row(self) -> None:
+        if self._row < len(self._rows) - 1:
+            self._row += 1
+            self._rows[self._row].cursor = 0
+            return
+        self._ends += 1
+        if self._ends >= 2:
+            self._held = 1  # the bars have ended: lines are final at once
+        self._rows.append(_Row())
+        while len(self._rows) > self._held:
+            self._emit(self._rows.pop(0).render())
+        self._row = len(self._rows) - 1
+
+    def _emit(self, line: str) -> None:
+        self._lines.append(line)
+        self._recent.append(line)
+
+    def _move(self, rows: int) -> None:
+        """Move the cursor down by so many rows; up if negative, which reopens finished lines."""
+        if self._reach == 1:
+            return
+        column = self._rows[self._row].cursor
+        while self._row + rows < 0 and len(self._rows) < self._reach and self._recent:
+            self._reopen()
+        if rows < 0:
+            self._held, self._ends = max(self._held, len(self._rows)), 0
+        self._row = max(0, min(self._row + rows, len(self._rows) - 1))
+        self._rows[self._row].cursor = column
+
+    def _reopen(self) -> None:
+        line, row = self._recent.pop(), _Row()
+        if self._lines:
+            self._lines.pop()
+        else:
+            self.retracted += 1
+        first, *rest = _SGR.split(line)
+        row.write(first, "")
+        for parameters, shown in zip(rest[::2], rest[1::2], strict=True):
+            row.write(shown, "" if parameters == "0" else f"\x1b[{parameters}m")
+        self._rows.insert(0, row)
+        self._row += 1
 
     def _hold_back(self, rest: str) -> str:
         at = rest.rfind("\x1b", max(0, len(rest) - _MAX_ESCAPE_LENGTH))
@@ -124,23 +188,27 @@ class LineAssembler:
                 return
             self._in_string, start = False, end.end()
         for token in _TOKEN.finditer(text, start):
-            kind = token.lastgroup
+            kind, row = token.lastgroup, self._rows[self._row]
             if kind == "text":
-                self._line.write(token[0], f"\x1b[{self._colour}m" if self._colour else "")
+                row.write(token[0], f"\x1b[{self._colour}m" if self._colour else "")
             elif kind == "return":
-                self._line.cursor = 0
+                row.cursor = 0
             elif kind == "back":
-                self._line.cursor = max(0, self._line.cursor - 1)
+                row.cursor = max(0, row.cursor - 1)
             elif kind == "colour":
                 self._colour = _colour_after(self._colour, token["colour"])
             elif kind == "erase":
-                self._line.erase(everything=token["erase"] == "2")
+                row.erase(everything=token["erase"] == "2")
+            elif kind == "up":
+                self._move(-(int(token["up"] or 1) or 1))
+            elif kind == "down":
+                self._move(int(token["down"] or 1) or 1)
             elif kind == "string":
                 self._in_string = True
 
 
-class _Line:
-    """The line of the cursor: a cell per character, prefixed with its colour.
+class _Row:
+    """A row that may change: a cell per character, prefixed with its colour.
 
     The middle of a long line is dropped: ``cells`` has columns 0 to ``_END_LENGTH``, then columns from
     ``_END_LENGTH + left_out``.
@@ -162,6 +230,8 @@ class _Line:
     def _put(self, cells: str | list[str]) -> None:
         start, after_gap = self.cursor, _END_LENGTH + self.left_out
         self.cursor += len(cells)
+        if not self.left_out and start > len(self.cells):  # the cursor has moved from another row
+            self.cells += [" "] * (start - len(self.cells))
         if self.left_out and start < after_gap:
             before = cells[: max(0, _END_LENGTH - start)]
             self.cells[start : start + len(before)] = before

@@ -1,22 +1,8 @@
-// Terminal colours: SGR sequences to runs of text with a class and a style.
+// Terminal colours: SGR sequences to runs of text with a class and a style. The kernel has made each set a whole style.
 
-export const SGR = /\x1b\[([0-9;:]*)m/;
+const SGR = /\x1b\[([0-9;:]*)m/;
 const EVERY_SGR = /\x1b\[[0-9;:]*m/g;
 const SGR_CODE = /(?:^|;)([345]8;5;[0-9]*|[345]8;2;[0-9]*;[0-9]*;[0-9]*|[0-9:]*)/g;
-/** @type {Record<number, number[]>} */
-const SWITCHED_OFF_BY = {
-  22: [1, 2],
-  23: [3],
-  24: [4, 21],
-  25: [5, 6],
-  27: [7],
-  28: [8],
-  29: [9],
-  39: [30],
-  49: [40],
-  55: [53],
-  59: [58],
-};
 /** @type {Record<number, string>} */
 const STYLE_CLASSES = {
   1: "nbl-bold",
@@ -26,54 +12,6 @@ const STYLE_CLASSES = {
   9: "nbl-struck",
   21: "nbl-underline",
 };
-
-/** @type {Map<string, string>} */
-const sgrMemory = new Map();
-
-/** Return the slot that a code sets: 30 foreground, 40 background, else the code; 0 for none.
- * @param {number} code */
-function sgrSlot(code) {
-  if ((code >= 30 && code <= 38) || (code >= 90 && code <= 97)) return 30;
-  if ((code >= 40 && code <= 48) || (code >= 100 && code <= 107)) return 40;
-  return (code >= 1 && code <= 9) || code === 21 || code === 53 || code === 58 ? code : 0;
-}
-
-/** Return the SGR parameters in force after `parameters` follows `colour` (ECMA-48, 8.3.117, and xterm's).
- * @param {string} colour @param {string} parameters */
-export function sgrAfter(colour, parameters) {
-  const key = `${colour} ${parameters}`;
-  const known = sgrMemory.get(key);
-  if (known !== undefined) return known;
-  /** @type {Map<number, string>} */
-  const active = new Map();
-  for (const [, code] of (colour ? `${colour};${parameters}` : parameters).matchAll(SGR_CODE)) {
-    const number = parseInt(code, 10) || 0;
-    if (number === 0) active.clear();
-    for (const slot of SWITCHED_OFF_BY[number] ?? []) active.delete(slot);
-    const sets = sgrSlot(number);
-    if (sets) {
-      active.delete(sets);
-      active.set(sets, code);
-    }
-  }
-  if (sgrMemory.size >= 1024) sgrMemory.clear();
-  const after = [...active.values()].join(";");
-  sgrMemory.set(key, after);
-  return after;
-}
-
-/** Join [colour, text] pairs; set each colour once per run and reset it afterwards.
- * @param {string[][]} runs */
-export function joinRuns(runs) {
-  let all = "";
-  for (let i = 0; i < runs.length;) {
-    const colour = runs[i][0];
-    let text = "";
-    for (; i < runs.length && runs[i][0] === colour; i++) text += runs[i][1];
-    if (text) all += colour ? `\x1b[${colour}m${text}\x1b[0m` : text;
-  }
-  return all;
-}
 
 /** @param {string} text */
 export function stripAnsi(text) {
@@ -86,10 +24,8 @@ export function ansiRuns(line) {
   if (!line.includes("\x1b")) return line ? [{ text: line, cls: "", style: {} }] : [];
   const parts = line.split(SGR);
   const runs = [];
-  let colour = "";
   for (let i = 0; i < parts.length; i += 2) {
-    if (i) colour = sgrAfter(colour, parts[i - 1]);
-    if (parts[i]) runs.push({ text: parts[i], ...sgrLook(colour) });
+    if (parts[i]) runs.push({ text: parts[i], ...sgrLook(i ? parts[i - 1] : "") });
   }
   return runs;
 }
@@ -105,8 +41,10 @@ function sgrLook(colour) {
     const number = parseInt(code, 10) || 0;
     if (number === 7) inverse = true;
     else if (STYLE_CLASSES[number]) classes.push(STYLE_CLASSES[number]);
-    else if (sgrSlot(number) === 30) front = sgrColour(code, number < 90 ? 30 : 82);
-    else if (sgrSlot(number) === 40) back = sgrColour(code, number < 100 ? 40 : 92);
+    else if ((number >= 30 && number <= 38) || (number >= 90 && number <= 97))
+      front = sgrColour(code, number < 90 ? 30 : 82);
+    else if ((number >= 40 && number <= 48) || (number >= 100 && number <= 107))
+      back = sgrColour(code, number < 100 ? 40 : 92);
   }
   if (inverse) [front, back] = [back || (/^\d/.test(front) ? "" : "paper"), front || "ink"]; // backgrounds of the 16 theme colours are pale
   if (front.startsWith("rgb(")) style.color = front;

@@ -168,11 +168,6 @@ export class KernelLink {
     this.resyncWait = Math.min(MAX_RESYNC_PAUSE_MS, 2 * this.resyncWait);
   }
 
-  /** Return true if lines wait for those that were asked for: as long as an answer may be on its way, or without any. */
-  get rewinds() {
-    return this.resyncs.size === 1 || (this.resyncs.size > 0 && !this.launch.logEnds.length);
-  }
-
   /** Handle a snapshot. @param {readonly number[]} requests those that it answers, of all pages */
   resynced(requests) {
     if (!requests.some((request) => this.resyncs.has(request))) return;

@@ -1,7 +1,7 @@
 // A scrolling box of lines: only visible lines have elements. Follows the end until the reader scrolls up.
 import { el, setText } from "./format.js";
-import { findLines, placeOf } from "./line_order.js";
 import { rowElement } from "./log_rows.js";
+import { findLines, placeOf } from "./store.js";
 
 const LINE_HEIGHT = 18; // pixels, as in panel.css
 const MARGIN = 10; // lines rendered beyond the visible ones
@@ -48,7 +48,7 @@ export class LogPane {
     this.version = -1;
     /** @type {Map<Line, HTMLElement>} */ this.rows = new Map();
     /** @type {number[]} */ this.hits = [];
-    const { tab, follow, top, anchor, lastSeen, loaded, query, hit, height, wrap } = panel.reading;
+    const { tab, follow, top, anchor, lastSeen, query, hit, height, wrap } = panel.reading;
     this.wrap = wrap;
     this.node.classList.toggle("nbl-wrap", wrap);
     /** @type {Tab} */ this.tab = tab;
@@ -56,13 +56,10 @@ export class LogPane {
     this.top = top;
     /** @type {{line: Line, offset: number} | null} */ this.anchor = anchor;
     /** @type {Line | undefined} */ this.lastSeen = lastSeen;
-    /** @type {Set<number>} */ this.loaded = new Set(loaded);
     this.query = query.toLowerCase();
     /** @type {Line | null} */ this.hit = hit;
     this.node.style.height = height;
     this.view = panel.logs.view(this.tab);
-    panel.reading.by = this;
-    this.#hold();
   }
 
   /** @param {Tab} tab */
@@ -72,7 +69,6 @@ export class LogPane {
     this.widest = 0;
     this.heights = new WeakMap();
     this.hit = null;
-    this.loaded.clear();
     this.rows.clear();
     this.setFollow(true);
     this.update();
@@ -83,12 +79,9 @@ export class LogPane {
   setFollow(follow) {
     if (this.follow === follow) return;
     this.follow = follow;
-    if (follow) this.loaded.clear();
     this.lastSeen = follow ? undefined : this.view.lines[this.view.lines.length - 1];
     this.#remember();
-    this.#hold();
     if (follow) {
-      this.update(); // lines held for the reader are gone
       this.#toEnd();
       this.#paint();
     }
@@ -108,8 +101,8 @@ export class LogPane {
 
   /** Save the position for the next view. */
   #keep() {
-    const { tab, follow, top, anchor, lastSeen, loaded, hit } = this;
-    Object.assign(this.panel.reading, { by: this, tab, follow, top, anchor, lastSeen, loaded: new Set(loaded), hit });
+    const { tab, follow, top, anchor, lastSeen, hit } = this;
+    Object.assign(this.panel.reading, { tab, follow, top, anchor, lastSeen, hit });
   }
 
   /** The number of lines since the reader stopped following. */
@@ -168,24 +161,10 @@ export class LogPane {
 
   dispose() {
     this.sizes.disconnect();
-    const { logs, reading } = this.panel;
-    if (reading.by === this) this.#hold(reading); // until the next view holds them
-    logs.hold(this);
   }
 
   #hitPlace() {
-    const { hit } = this;
-    if (!hit || hit.gone) return -1;
-    const at = placeOf(this.view.lines, hit);
-    return this.hits.indexOf(at);
-  }
-
-  /** Keep the lines that the reader looks at. @param {object} reader */
-  #hold(reader = this) {
-    const { logs, reading } = this.panel;
-    const ranks = this.tab === "all" ? this.loaded : [this.tab];
-    logs.hold(reader, this.follow ? undefined : ranks);
-    if (reader === this) logs.hold(reading);
+    return this.hit ? this.hits.indexOf(placeOf(this.view.lines, this.hit)) : -1;
   }
 
   get #lowest() {
@@ -245,7 +224,6 @@ export class LogPane {
     this.#remember();
     this.#keep();
     this.#paint();
-    if (!this.follow) this.#loadInSight();
   }
 
   #resized() {
@@ -266,25 +244,8 @@ export class LogPane {
   /** Anchor the visible lines, so that changes above do not move them. */
   #remember() {
     const { lines } = this.view;
-    let at = this.#at(this.top);
-    while (at < lines.length && lines[at].kind === "gap") at++;
+    const at = this.#at(this.top);
     this.anchor = this.follow || at >= lines.length ? null : { line: lines[at], offset: this.top - this.tops[at] };
-  }
-
-  #loadInSight() {
-    const inSight = this.view.lines.slice(this.#at(this.top), this.#at(this.top + this.height) + 1);
-    const gap = inSight.reverse().find((line) => line.kind === "gap" && this.panel.logs.mayLoad(line));
-    if (gap) this.#load(gap);
-  }
-
-  /** @param {Line} gap */
-  #load(gap) {
-    this.setFollow(false);
-    this.loaded.add(gap.source.rank);
-    this.#hold();
-    this.#remember();
-    this.#keep();
-    this.panel.loadOlder(gap);
   }
 
   /** @param {KeyboardEvent} event */
@@ -328,13 +289,10 @@ export class LogPane {
 
   /** @param {Line} line */
   #row(line) {
-    const mayLoad = line.kind === "gap" && (this.panel.logs.mayLoad(line) || line.state === "loading");
-    const look = line.kind + (line.state ?? "") + (line.kind === "gap" ? `${mayLoad}${line.start} ${line.end}` : "");
     let row = this.rows.get(line);
-    if (!row || row.dataset.look !== look) {
+    if (!row) {
       const labels = this.tab === "all" && this.panel.info.world_size > 1;
-      row = rowElement(line, { labels, query: this.query, mayLoad, onGap: (gap) => this.#load(gap) });
-      row.dataset.look = look;
+      row = rowElement(line, { labels, isOpen: this.view.open.includes(line), query: this.query });
       this.widest = Math.max(this.widest, row.textContent?.length ?? 0);
     }
     row.classList.toggle("nbl-hit", line === this.hit);

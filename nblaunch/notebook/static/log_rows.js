@@ -1,60 +1,34 @@
 // The element of one line.
 import { ansiRuns } from "./ansi.js";
-import { bytesText, el, rankClass } from "./format.js";
+import { el, rankClass } from "./format.js";
 
 /** How a line is shown.
  * @typedef {object} RowLook
  * @property {boolean} labels show the rank
- * @property {string} query text to mark, in lower case
- * @property {(gap: import("./store.js").Line) => void} onGap
- * @property {boolean} mayLoad */
+ * @property {boolean} isOpen the line is unfinished
+ * @property {string} query text to mark, in lower case */
 
 /** @param {import("./store.js").Line} line */
 export function lineLabel(line) {
   return `[rank ${line.source.rank}]`;
 }
 
-/** @param {import("./store.js").Line} line */
-export function gapText(line) {
-  return `… ${bytesText(line.end - line.start)} not shown`;
-}
-
 /** @param {import("./store.js").Line} line @param {RowLook} look @returns {HTMLElement} */
 export function rowElement(line, look) {
-  const { source, kind } = line;
+  const { source } = line;
   const from = `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
   const row = el("div", {
     class: "nbl-line",
-    "data-kind": kind || source.stream,
+    "data-kind": look.isOpen ? "open" : source.stream,
     title: `${line.time.toFixed(2)} s · ${from}`,
   });
   if (look.labels) row.append(el("span", { class: `nbl-label ${rankClass(source.rank)}` }, lineLabel(line)), " ");
-  if (kind === "gap") row.append(gapElement(line, look));
-  else row.append(textElement(line.text, look.query));
+  row.append(textElement(line.text, look.query));
   return row;
 }
 
-/** @param {import("./store.js").Line} line @param {RowLook} look */
-function gapElement(line, { onGap, mayLoad }) {
-  const what = gapText(line);
-  if (line.state === "lost") return el("span", { class: "nbl-gap" }, `${what}: the file has no more of it`);
-  if (line.state === "loading") return el("span", { class: "nbl-gap" }, `${what}: loading …`);
-  if (!mayLoad) return el("span", { class: "nbl-gap" }, `${what}: see the file`);
-  return el(
-    "button",
-    {
-      type: "button",
-      class: "nbl-gap",
-      "aria-label": `${bytesText(line.end - line.start)} of rank ${line.source.rank} not shown: load`,
-      on_click: () => onGap(line),
-    },
-    `${what}: `,
-    el("u", {}, "load"),
-  );
-}
-
 /** @param {string} line with colours @param {string} query text to mark, in lower case */
-export function textElement(line, query) {
+function textElement(line, query) {
   const text = el("span", { class: "nbl-text" });
   const runs = ansiRuns(line);
   const marks = query

@@ -1,8 +1,8 @@
 // The logs: tabs, find, follow, copy, and the path of the file. log_pane.js shows the lines.
+import { stripAnsi } from "./ansi.js";
 import { el, rankClass, setAttribute, setText } from "./format.js";
-import { plainText } from "./line_order.js";
 import { LogPane } from "./log_pane.js";
-import { gapText, lineLabel } from "./log_rows.js";
+import { lineLabel } from "./log_rows.js";
 
 const FIND_DELAY_MS = 150;
 const COPIED_MS = 1500;
@@ -259,7 +259,7 @@ export class LogView {
     const labels = this.pane.tab === "all" && this.panel.info.world_size > 1;
     const { lines, open } = this.pane.view;
     const text = [...lines, ...open]
-      .map((line) => (labels ? `${lineLabel(line)} ` : "") + (line.kind === "gap" ? gapText(line) : plainText(line)))
+      .map((line) => (labels ? `${lineLabel(line)} ` : "") + stripAnsi(line.text))
       .join("\n");
     const done = await copyText(text, this.node);
     setText(this.copy, done ? "Copied" : "No access");

@@ -23,12 +23,12 @@
  * @typedef {[rank: number, text: string]} StackEntry */
 /** The numbers of the outputs that a rank shows, in order, and how many are left out.
  * @typedef {[rank: number, numbers: number[], left_out: number]} OutputsEntry */
-/** Bytes of one output's JSON, in the message's buffer after those of the logs; total is the size of the whole.
+/** Bytes of one output's JSON, in the message's buffer, one part after the other; total is the size of the whole.
  * @typedef {[number: number, offset: number, size: number, total: number]} OutputPart */
-/** Where what the page has of one log ends.
+/** The number of the line after those that the page has of one log.
  * @typedef {[attempt: number, rank: number, stream: "out" | "err", end: number]} LogEnd */
-/** Bytes of a log that were printed at one time, in seconds since the launch began.
- * @typedef {[size: number, time: number]} Span */
+/** A line as a terminal would show it, with its own colours; its time in seconds since the launch began.
+ * @typedef {[time: number, text: string]} LineEntry */
 /** The state of the launch.
  * @typedef {object} StateEntry
  * @property {"starting" | "running" | "stopping" | "finished" | "failed" | "stopped"} name
@@ -61,14 +61,14 @@
  * @property {string} text
  * @property {number | null} width
  * @property {number | null} height */
-/** A part of one log; its bytes are in the message's buffer, those of each part after the previous one's.
+/** Lines of one log: they replace what the page has from number `first` on, and the unfinished lines.
  * @typedef {object} LogPart
  * @property {number} attempt
  * @property {number} rank
  * @property {"out" | "err"} stream
- * @property {number} offset
- * @property {number} size
- * @property {number} time */
+ * @property {number} first
+ * @property {LineEntry[]} lines
+ * @property {string[]} open */
 /** The widget's `info`: what does not change during the launch.
  * @typedef {object} PanelInfo
  * @property {string} launch
@@ -111,16 +111,6 @@
  * @property {number} now
  * @property {Changes} changes
  * @property {number[]} requests */
-/** Bytes start to end of a log, in the message's buffer: the answer to a request, or unrequested (null).
- * @typedef {object} OlderLines
- * @property {"older"} kind
- * @property {number | null} request
- * @property {number} attempt
- * @property {number} rank
- * @property {"out" | "err"} stream
- * @property {number} start
- * @property {number} end
- * @property {Span[]} spans */
 /** A click has arrived; done if the launch had already ended.
  * @typedef {object} Acknowledged
  * @property {"acknowledged"} kind
@@ -144,21 +134,12 @@
  * @typedef {object} RecordRequest
  * @property {"record"} kind
  * @property {string} launch */
-/** The reader asks for bytes start to end of a log; the answer may be shorter, and holds the end.
- * @typedef {object} OlderRequest
- * @property {"older"} kind
- * @property {number} request
- * @property {number} attempt
- * @property {number} rank
- * @property {"out" | "err"} stream
- * @property {number} start
- * @property {number} end */
 /** The user looks at a rank: its debugger opens in the cell, or for who waits for the launch.
  * @typedef {object} LookRequest
  * @property {"look"} kind
  * @property {string} launch
  * @property {number} rank */
-/** @typedef {Delta | Snapshot | OlderLines | Acknowledged | RecordText} ToPage */
-/** @typedef {Request | Resync | RecordRequest | OlderRequest | LookRequest} FromPage */
+/** @typedef {Delta | Snapshot | Acknowledged | RecordText} ToPage */
+/** @typedef {Request | Resync | RecordRequest | LookRequest} FromPage */
 
 export {};

@@ -4,7 +4,6 @@ import { OutputStore } from "./output_store.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
-const OLDER_TIMEOUT_MS = 10000;
 const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
@@ -18,13 +17,11 @@ const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
 
 /** What the reader has chosen. The notebook renders a new view when the launch ends; it continues from here.
  * @typedef {object} Reading
- * @property {object | null} by the log pane that changed it last
  * @property {import("./store.js").Tab} tab
  * @property {boolean} follow
  * @property {number} top
  * @property {{line: import("./store.js").Line, offset: number} | null} anchor
  * @property {import("./store.js").Line | undefined} lastSeen
- * @property {Set<number>} loaded
  * @property {string} query
  * @property {import("./store.js").Line | null} hit
  * @property {string} height of the log, if the reader changed it
@@ -36,13 +33,11 @@ const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
 /** @returns {Reading} */
 function freshReading() {
   return {
-    by: null,
     tab: "all",
     follow: true,
     top: 0,
     anchor: null,
     lastSeen: undefined,
-    loaded: new Set(),
     query: "",
     hit: null,
     height: "",
@@ -100,8 +95,6 @@ export class PanelState {
     this.kernel = new KernelLink(model, this.#launch(), clock);
     this.now = 0;
     this.receivedAt = -Infinity;
-    this.asked = 0;
-    /** @type {Map<number, {gap: import("./store.js").Line, timer: any}>} */ this.requests = new Map();
   }
 
   /** Listen, and request missed messages. */
@@ -120,7 +113,6 @@ export class PanelState {
 
   dispose() {
     this.kernel.dispose();
-    for (const { timer } of this.requests.values()) this.kernel.clock.clear(timer);
     this.views.clear();
   }
 
@@ -165,25 +157,11 @@ export class PanelState {
     this.changed();
   }
 
-  /** Request the lines of a gap. @param {import("./store.js").Line} gap */
-  loadOlder(gap) {
-    if (!this.logs.mayLoad(gap) || this.requests.size || this.kernel.gone) return;
-    const id = ++this.asked;
-    const { attempt, rank, stream } = gap.source;
-    gap.state = "loading";
-    const timer = this.kernel.clock.set(() => this.#olderFailed(id), OLDER_TIMEOUT_MS);
-    this.requests.set(id, { gap, timer });
-    this.kernel.send({ kind: "older", request: id, attempt, rank, stream, start: gap.start, end: gap.end });
-    this.changed();
-  }
-
   /** @param {ToPage} message @param {Uint8Array} bytes */
   #dispatch(message, bytes) {
     switch (message.kind) {
       case "acknowledged":
         return this.kernel.acknowledged(message.action, message.launch);
-      case "older":
-        return this.#older(message, bytes);
       case "record":
         this.keeper?.keep(message);
         return this.kernel.recordCame();
@@ -208,10 +186,8 @@ export class PanelState {
     else this.kernel.resync(); // show what has arrived meanwhile
     this.now = Number(now) || 0;
     if (changes) this.#apply(changes, false);
-    if (logs && !this.kernel.rewinds) this.logs.add(logs, bytes);
-    const logBytes = (logs ?? []).reduce((sum, { size }) => sum + size, 0);
-    if (outputs) this.outputs.add(outputs, bytes.subarray(logBytes));
-    if (!ACTIVE_STATES.includes(this.state.name)) this.logs.settle();
+    if (logs) this.logs.add(logs);
+    if (outputs) this.outputs.add(outputs, bytes);
   }
 
   #clear() {
@@ -245,7 +221,6 @@ export class PanelState {
       this.stacks = changes.stacks;
       this.kernel.stacksCame();
     }
-    if (!ACTIVE_STATES.includes(this.state.name)) this.logs.settle();
   }
 
   /** @param {Partial<StateEntry>} state */
@@ -276,26 +251,6 @@ export class PanelState {
   #setUse([rank, values]) {
     const memory = values.find(([, , unit]) => unit === "bytes")?.[1] ?? 0;
     this.resources.set(rank, { values, peak: Math.max(memory, this.resources.get(rank)?.peak ?? 0) });
-  }
-
-  /** @param {import("./page_messages.js").OlderLines} answer @param {Uint8Array} bytes */
-  #older(answer, bytes) {
-    if (answer.request === null) return this.logs.fillUnrequested(answer, bytes);
-    const request = this.requests.get(answer.request);
-    if (!request) return;
-    this.kernel.clock.clear(request.timer);
-    this.requests.delete(answer.request);
-    request.gap.state = ""; // it may have become smaller than the request
-    this.logs.fill(answer, bytes);
-  }
-
-  /** @param {number} id */
-  #olderFailed(id) {
-    const request = this.requests.get(id);
-    this.requests.delete(id);
-    if (request) request.gap.state = "";
-    this.notice = "Older lines did not arrive: the kernel is busy or gone. The log file has them.";
-    this.changed();
   }
 
   /** Return what KernelLink may read and call. @returns {import("./kernel.js").Launch} */

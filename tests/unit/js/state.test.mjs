@@ -2,7 +2,6 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { PanelState } from "../../../nblaunch/notebook/static/state.js";
-import { plainText } from "../../../nblaunch/notebook/static/line_order.js";
 import { bytes, deltaOf, snapshotOf, FakeClock, FakeModel } from "./helpers.mjs";
 
 function opened(options = {}) {
@@ -13,8 +12,10 @@ function opened(options = {}) {
   return { clock, model, panel };
 }
 const delta = (model, seq, rest = {}, data) => model.deliver(deltaOf(seq, rest), data);
-const logged = (panel) =>
-  panel.logs.view("all").lines.map((line) => (line.kind === "gap" ? `<${line.start}-${line.end}>` : plainText(line)));
+const logged = (panel) => panel.logs.view("all").lines.map((line) => line.text);
+const log = (first, ...lines) => ({
+  logs: [{ attempt: 1, rank: 0, stream: "out", first, lines: lines.map((text) => [1, text]), open: [] }],
+});
 
 /** What was asked for: where each log ends. */
 const resyncs = (model) => model.sentMessages.filter(({ kind }) => kind === "resync").map(({ logs }) => logs);
@@ -50,16 +51,12 @@ test("it asks again after 2 s, then less and less often, until the snapshot come
 
 test("lines that come before those that were asked for do not take their place", () => {
   const { model, panel } = opened({ sent: 7 });
-  const log = (offset, text) => ({
-    logs: [{ attempt: 1, rank: 0, stream: "out", offset, size: text.length, time: 1 }],
-  });
-  delta(model, 8, log(6, "late\n"), "late\n");
+  delta(model, 8, log(1, "late"));
   model.deliver(snapshotOf(9, { now: 5 })); // for another page
-  delta(model, 10, log(11, "later\n"), "later\n");
-  assert.deepEqual(logged(panel), []);
+  delta(model, 10, log(2, "later"));
   model.deliver(snapshotOf(11, { now: 5, to: model }));
-  delta(model, 12, log(0, "begun\n"), "begun\n");
-  delta(model, 13, log(6, "late\nlater\n"), "late\nlater\n");
+  delta(model, 12, log(0, "begun"));
+  delta(model, 13, log(1, "late", "later"));
   assert.deepEqual(logged(panel), ["begun", "late", "later"]);
 });
 
@@ -93,42 +90,19 @@ test("a message that comes twice counts once", () => {
 
 test("a snapshot replaces everything but the logs", () => {
   const { model, panel } = opened();
-  delta(
-    model,
-    1,
-    {
-      metrics: [["loss", 0, 1, 2, 0]],
-      progress: [[0, "epoch", 1, 10, 1]],
-      resources: [[0, [["", 1000, "bytes"]]]],
-      notes: [[0, "note"]],
-      stacks: { time: 1, ranks: [] },
-      logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 2, time: 1 }],
-    },
-    "a\n",
-  );
+  delta(model, 1, {
+    metrics: [["loss", 0, 1, 2, 0]],
+    progress: [[0, "epoch", 1, 10, 1]],
+    resources: [[0, [["", 1000, "bytes"]]]],
+    notes: [[0, "note"]],
+    stacks: { time: 1, ranks: [] },
+    ...log(0, "a"),
+  });
   model.deliver(snapshotOf(2, { now: 2, metrics: [["accuracy", 0, 1, 0.5, 0]], notes: [[0, "note"]] }));
   assert.deepEqual([...panel.metrics.metrics.keys()], ["accuracy"]);
   assert.deepEqual([panel.progress.size, panel.resources.size, panel.stacks], [0, 0, null]);
   assert.deepEqual(logged(panel), ["a"]);
   assert.deepEqual(panel.notes, [[0, "note"]]);
-});
-
-test("after a snapshot logs may overlap or leave a gap", () => {
-  const { model, panel } = opened();
-  delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 4, time: 1 }] }, "a\nb\n");
-  model.deliver(snapshotOf(3, { now: 2 }));
-  delta(
-    model,
-    4,
-    {
-      logs: [
-        { attempt: 1, rank: 0, stream: "out", offset: 2, size: 4, time: 1 },
-        { attempt: 1, rank: 0, stream: "out", offset: 100, size: 2, time: 3 },
-      ],
-    },
-    "b\nc\nz\n",
-  );
-  assert.deepEqual(logged(panel), ["a", "b", "c", "<6-100>", "z"]);
 });
 
 test("the elapsed time goes on between messages, and ends with the launch", () => {
@@ -142,148 +116,15 @@ test("the elapsed time goes on between messages, and ends with the launch", () =
   assert.equal(panel.elapsed, 13.25);
 });
 
-test("older lines are asked for one at a time, and come into their place", () => {
-  const { clock, model, panel } = opened();
-  delta(model, 1, { logs: [{ attempt: 1, rank: 1, stream: "err", offset: 6, size: 2, time: 1 }] }, "c\n");
-  const gap = panel.logs.view(1).lines[0];
-  panel.loadOlder(gap);
-  panel.loadOlder(gap);
-  assert.deepEqual(model.sentMessages, [
-    { kind: "older", request: 1, attempt: 1, rank: 1, stream: "err", start: 0, end: 6 },
-  ]);
-  assert.equal(gap.state, "loading");
-  model.deliver(
-    { kind: "older", request: 1, attempt: 1, rank: 1, stream: "err", start: 2, end: 6, spans: [[4, 0.5]] },
-    "xx\n\n",
-  );
-  assert.deepEqual(logged(panel), ["<0-2>", "xx", "", "c"]);
-  panel.loadOlder(panel.logs.view(1).lines[0]);
-  clock.pass(10_000);
-  assert.match(panel.notice, /[Oo]lder lines did not arrive/);
-  assert.equal(panel.logs.view(1).lines[0].state, "");
-});
-
-const part = (offset, text) => [
-  { logs: [{ attempt: 1, rank: 0, stream: "out", offset, size: text.length, time: 1 }] },
-  text,
-];
-
 test("it says where its logs end, and goes on from there", () => {
   const { model, panel } = opened();
-  delta(model, 1, ...part(0, "a\nhalf"));
-  delta(model, 3, ...part(20, "z\n"));
-  assert.deepEqual(resyncs(model), [[[1, 0, "out", 6]]]);
-  assert.deepEqual(logged(panel), ["a"]); // the line in between is on its way
+  delta(model, 1, log(0, "a"));
+  delta(model, 3, log(20, "z"));
+  assert.deepEqual(resyncs(model), [[[1, 0, "out", 1]]]);
+  assert.deepEqual(logged(panel), ["a", "… 19 lines not shown …", "z"]); // they are on their way
   model.deliver(snapshotOf(4, { to: model, state: { name: "finished", seconds: 1 } }));
-  delta(model, 5, ...part(6, " and half\nend\nz\n"));
-  assert.deepEqual(logged(panel), ["a", "half and half", "end", "z"]);
-});
-
-test("lines wait for no answer of a kernel that gives none", () => {
-  const { clock, model, panel } = opened();
-  delta(model, 1, ...part(0, "a\n"));
-  delta(model, 3, ...part(10, "y\n"));
-  clock.pass(2000);
-  delta(model, 4, ...part(12, "z\n"));
-  assert.deepEqual(logged(panel), ["a", "<2-12>", "z"]);
-  clock.pass(4000);
-  model.deliver(snapshotOf(5, { to: model }));
-  delta(model, 6, ...part(2, "bcdefgh\ny\nz\n"));
-  delta(model, 7, ...part(14, "end\n"));
-  assert.deepEqual(logged(panel), ["a", "<2-12>", "z", "end"]); // a gap can be loaded
-});
-
-/** A panel with the gap 6-26 between two lines, and what comes unasked for it. */
-function withGap() {
-  const made = opened();
-  delta(
-    made.model,
-    1,
-    {
-      logs: [
-        { attempt: 1, rank: 0, stream: "out", offset: 0, size: 6, time: 1 },
-        { attempt: 1, rank: 0, stream: "out", offset: 26, size: 4, time: 3 },
-      ],
-    },
-    "first\nend\n",
-  );
-  const come = (from, text, rest = {}) => {
-    const spans = [[text.length, 2]];
-    made.model.deliver(
-      {
-        kind: "older",
-        request: null,
-        attempt: 1,
-        rank: 0,
-        stream: "out",
-        start: from,
-        end: from + text.length,
-        spans,
-        ...rest,
-      },
-      text,
-    );
-  };
-  return { ...made, come };
-}
-
-test("lines that come unasked fill the end of a gap, again and again", () => {
-  const { panel, come } = withGap();
-  come(20, "six 6\n");
-  assert.deepEqual(logged(panel), ["first", "<6-20>", "six 6", "end"]);
-  come(6, "two\nthree fou\n");
-  assert.deepEqual(logged(panel), ["first", "two", "three fou", "six 6", "end"]);
-});
-
-test("lines that come unasked and fit no gap are dropped", () => {
-  const { panel, come } = withGap();
-  come(10, "ab\n");
-  come(20, "six 6\n", { attempt: 2 });
-  come(20, "six 6\n", { rank: 1 });
-  come(20, "six 6\n", { stream: "err" });
-  come(0, "x".repeat(25) + "\n");
-  come(0, "first\n");
-  come(26, "end\n");
-  assert.deepEqual(logged(panel), ["first", "<6-26>", "end"]);
-});
-
-test("lines that come unasked disturb no request", () => {
-  const { clock, model, panel, come } = withGap();
-  const [, gap] = panel.logs.view(0).lines;
-  panel.loadOlder(gap);
-  come(20, "six 6\n");
-  assert.equal(gap.state, "loading");
-  const { request, start, end } = model.sentMessages.at(-1);
-  assert.deepEqual([start, end], [6, 26]);
-  model.deliver(
-    { kind: "older", request, attempt: 1, rank: 0, stream: "out", start: 14, end, spans: [[12, 1.5]] },
-    "seven\nsix 6\n",
-  );
-  assert.deepEqual(logged(panel), ["first", "<6-14>", "seven", "six 6", "end"]);
-  assert.equal(gap.state, "");
-  clock.pass(60_000);
-  assert.equal(panel.notice, "");
-  panel.loadOlder(gap);
-  come(6, "one two\n");
-  model.deliver(
-    { kind: "older", request: request + 1, attempt: 1, rank: 0, stream: "out", start: 6, end: 14, spans: [[8, 1.5]] },
-    "one two\n",
-  );
-  assert.deepEqual(logged(panel), ["first", "one two", "seven", "six 6", "end"]);
-  assert.equal(panel.requests.size, 0);
-});
-
-test("an answer that arrived unrequested leaves the gap loadable", () => {
-  const { model, panel, come } = withGap();
-  const [, gap] = panel.logs.view(0).lines;
-  panel.loadOlder(gap);
-  come(20, "six 6\n");
-  model.deliver(
-    { kind: "older", request: 1, attempt: 1, rank: 0, stream: "out", start: 20, end: 26, spans: [[6, 2]] },
-    "six 6\n",
-  );
-  assert.deepEqual(logged(panel), ["first", "<6-20>", "six 6", "end"]);
-  assert.ok(panel.logs.mayLoad(gap));
+  delta(model, 5, log(1, "b", "z"));
+  assert.deepEqual(logged(panel), ["a", "b", "z"]);
 });
 
 test("a bar whose total is no number that can be reached has none", () => {
@@ -306,16 +147,6 @@ test("an empty message is a sign of life and changes nothing that is drawn", () 
   assert.deepEqual([redraws, panel.seq, panel.receivedAt, panel.elapsed], [0, 2, clock.time, 2]);
   delta(model, 3, { metrics: 5 });
   assert.equal(redraws, 1);
-});
-
-test("an answer without a request is dropped", () => {
-  const { model, panel } = opened();
-  delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 6, size: 2, time: 1 }] }, "c\n");
-  model.deliver(
-    { kind: "older", request: 9, attempt: 1, rank: 0, stream: "out", start: 0, end: 6, spans: [[6, 0.5]] },
-    "a\nb\n12",
-  );
-  assert.deepEqual(logged(panel), ["<0-6>", "c"]);
 });
 
 test("a new attempt clears the failure and the bars of the one before", () => {
@@ -371,11 +202,12 @@ test("a malformed message is reported and breaks nothing", () => {
 
 test("buffers come as views or as whole buffers", () => {
   const { panel } = opened();
-  const chunk = (offset) =>
-    deltaOf(offset / 2 + 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset, size: 2, time: 1 }] });
-  panel.receive(chunk(0), [new DataView(bytes("xxa\nxx").buffer, 2, 2)]);
-  panel.receive(chunk(2), [new Uint8Array(bytes("b\n")).buffer]);
-  assert.deepEqual(logged(panel), ["a", "b"]);
+  const content = JSON.stringify({ kind: "text", body: "a" });
+  const { length } = bytes(content);
+  const come = (seq) => deltaOf(seq, { outputs: [[0, [seq], 0]], parts: [[seq, 0, length, length]] });
+  panel.receive(come(1), [new DataView(bytes(`xx${content}xx`).buffer, 2, length)]);
+  panel.receive(come(2), [new Uint8Array(bytes(content)).buffer]);
+  assert.deepEqual(panel.outputs.ranks.get(0)?.shown.map(({ body }) => body), ["a"]); // prettier-ignore
 });
 
 test("a widget without any information is a panel nevertheless", () => {

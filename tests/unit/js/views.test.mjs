@@ -37,10 +37,10 @@ function opened(t, info = {}) {
   return { model, delta, view };
 }
 const numbered = (from, to) => Array.from({ length: to - from }, (_, i) => `line ${from + i}\n`).join("");
-const chunk = (text, rest = {}) => [
-  { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: bytes(text).length, time: 1, ...rest }] },
-  text,
-];
+const chunk = (text, first = 0, time = 1) => {
+  const lines = text.trimEnd().split("\n").map((line) => [time, line]); // prettier-ignore
+  return [{ logs: [{ attempt: 1, rank: 0, stream: "out", first, lines, open: [] }] }];
+};
 const rows = (host) => host.all("nbl-line").map((row) => row.textContent);
 const button = (host, text) => host.all("nbl-button").find((node) => node.textContent === text);
 const tab = (host, text) => host.all("nbl-tab").find((node) => node.textContent === text);
@@ -73,7 +73,7 @@ test("a part that fails to draw is reported once, and the others are drawn", (t)
   assert.ok(!host.one("nbl-stacks").hidden);
   assert.match(host.one("nbl-notice").textContent, /^A part of the panel could not be drawn: TypeError/);
   model.deliver({ kind: "acknowledged", action: "stop", launch: model.state.info.launch });
-  delta(...chunk("c\n", { offset: 4 }));
+  delta(...chunk("c\n", 2));
   assert.equal(host.one("nbl-notice").textContent, "");
   assert.equal(rows(host).length, 3);
 });
@@ -149,32 +149,11 @@ test("a second view has the search and its hit, whichever view goes first", (t) 
   assert.equal(second.log.scrollTop, first.log.scrollTop);
 });
 
-test("lines that a reader has loaded are there for the next view, and go when that one follows", (t) => {
-  const { model, delta, view } = opened(t);
-  const first = view();
-  const late = numbered(1000, 11_000);
-  const early = numbered(0, 1000);
-  const at = bytes(early).length;
-  delta(...chunk(late, { offset: at }));
-  tab(first.host, "rank 0").fire("click");
-  scroll(first.log, 0);
-  const { request, end } = model.sentMessages.findLast((message) => message.kind === "older");
-  model.deliver(
-    { kind: "older", request, attempt: 1, rank: 0, stream: "out", start: 0, end, spans: [[end, 0.5]] },
-    numbered(0, 1001),
-  );
-  page.draw();
-  const count = (host) => host.one("nbl-lines").textContent;
-  assert.equal(count(first.host), "11,000 lines");
-  first.close();
-  delta({ ranks: [[0, "running"]] });
-  delta(...chunk("end\n", { offset: at + bytes(late).length, time: 2 }));
-  const second = view();
-  assert.equal(count(second.host), "11,001 lines");
-  second.host.one("nbl-follow").fire("click");
-  page.draw();
-  delta({ ranks: [[0, "returned"]] });
-  assert.equal(count(second.host), "10,000 lines");
+test("a log counts its lines, and keeps the last ones", (t) => {
+  const { delta, view } = opened(t);
+  const { host } = view();
+  delta(...chunk(numbered(0, 11_000)));
+  assert.equal(host.one("nbl-lines").textContent, "10,000 lines");
 });
 
 test("a second click is remembered, the second of a double click is not", (t) => {
@@ -274,23 +253,17 @@ test("a sign of life draws nothing", (t) => {
   assert.ok(delta({ ranks: [[0, "running"]] }) > 0);
 });
 
-test("lines that come unasked leave what is read where it is", (t) => {
-  const { model, delta, view } = opened(t);
+test("lines that come again leave what is read where it is", (t) => {
+  const { delta, view } = opened(t);
   const { host, log } = view();
-  delta(...chunk(numbered(0, 50)));
-  delta(...chunk(numbered(0, 50), { offset: 1000, time: 3 }));
+  delta(...chunk(numbered(0, 100)));
   scroll(log, 70 * 18);
   const first = () =>
     rows(host)[Math.round(log.scrollTop / 18) - Number(host.one("nbl-window").style.transform.match(/\d+/)[0]) / 18];
   const read = first();
-  const missing = "x\n".repeat(20);
-  model.deliver(
-    { kind: "older", request: null, attempt: 1, rank: 0, stream: "out", start: 960, end: 1000, spans: [[40, 2]] },
-    missing,
-  );
-  page.draw();
+  delta(...chunk(numbered(20, 120), 20));
   assert.equal(first(), read);
-  assert.equal(log.scrollTop, 90 * 18);
+  assert.equal(log.scrollTop, 70 * 18);
 });
 
 test("the pill says when a rank waits for the user, and what timed out", (t) => {
