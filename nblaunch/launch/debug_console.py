@@ -13,9 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from nblaunch.launch.open_debugger import HELP_ON, OpenDebugger, with_labels
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import (
     Asked,
@@ -30,6 +29,69 @@ from nblaunch.wire.debug_messages import (
     Typed,
 )
 from nblaunch.wire.messages import Source
+
+_HELP: Mapping[OpenedBy, str] = {
+    "breakpoint": "n: next line, s: step into, c: continue, q or EOF: stop all ranks, ",
+    "exception": "q: close, ",
+    "look": "q: close, ",
+}
+_COMMON_HELP = (
+    "p x: print x, w: stack, u, d: up, down, h: help\n"
+    "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
+)
+_HELP_ON = {
+    "ranks": "ranks: show what every rank does\n",
+    "rank": "rank N: turn to rank N; if no debugger is open there, look at its frames while it runs on\n",
+    "all": "all COMMAND: run a command in every rank, as in `all p loss` or `all c`\n",
+}
+"""By word of the console."""
+_STATES = {"breakpoint": "at a breakpoint", "exception": "has raised", "look": "runs on", "input": "waits for input"}
+
+
+@dataclass(slots=True)
+class _OpenDebugger:
+    """A debugger that is open in a rank, or its ``input``: what it waits for, and what the console says of it."""
+
+    opened: Opened
+    sources: Mapping[str, Source]
+    """The cells, by file name."""
+    is_news: bool = False
+    """The user is to be told once it takes a command."""
+    asked: Asked | None = None
+    held: list[str] = field(default_factory=list)
+    """What it has printed while another rank was in front."""
+    is_called: bool = False
+    """``all`` has sent it a command: show its answer, whichever rank is in front."""
+    answer: list[str] = field(default_factory=list)
+    """What it has printed for that."""
+    in_step: bool = False
+    """An ``input`` in a line that the user has stepped over: the debugger opens again after it."""
+
+    @property
+    def state(self) -> str:
+        """What the rank does, and where."""
+        opened, source = self.opened, self.sources.get(self.opened.filename)
+        where = f", {(source.label if source else '') or opened.filename}, line {opened.line}" if opened.line else ""
+        error = f" {opened.error}" if opened.error else ""
+        verb = "has stopped " if opened.by == "breakpoint" else ""
+        return f"{verb}{_STATES[opened.by]}{error}{where}"
+
+    @property
+    def takes_command(self) -> bool:
+        """True if it waits for a command, not for a line of ``interact``, of ``commands`` or of ``input``."""
+        return self.asked is not None and self.asked.is_command
+
+    @property
+    def refusal(self) -> str:
+        """Why it takes no command now."""
+        if self.asked is None:
+            return "is busy with its last command"
+        return _STATES["input"] if self.opened.by == "input" else "waits for another line, not for a command"
+
+    def help(self, *, is_first: bool) -> str:
+        """Return which commands it has; `is_first`: also those of all debuggers. Empty for ``input``."""
+        special = _HELP.get(self.opened.by, "")
+        return special and special + (_COMMON_HELP if is_first else "h: help\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +136,7 @@ class DebugConsole:
         """Wakes `wait`. No Condition: a KeyboardInterrupt in its Python code would leave the lock locked."""
         self._lock = threading.RLock()
         """Guards all below."""
-        self._open: dict[int, list[OpenDebugger]] = {}
+        self._open: dict[int, list[_OpenDebugger]] = {}
         """By rank, the last one on top."""
         self._front: int | None = None
         self._steps_since: float | None = None
@@ -117,16 +179,16 @@ class DebugConsole:
         with self._lock:
             open_here = self._open.setdefault(message.rank, [])
             if isinstance(message, Opened):
-                open_here.append(OpenDebugger(message, self._sources, is_called=bool(message.command)))
+                open_here.append(_OpenDebugger(message, self._sources, is_called=bool(message.command)))
                 self._note_opened(open_here[-1], is_wanted=self._looks.pop(message.rank, None) is not None)
             elif open_here:
                 self._take_from(open_here, message)
             self._choose()
 
-    def _take_from(self, open_here: list[OpenDebugger], message: FromDebugger) -> None:
+    def _take_from(self, open_here: list[_OpenDebugger], message: FromDebugger) -> None:
         top = open_here[-1]
         if isinstance(message, Printed):
-            text = with_labels(message.text, self._sources)
+            text = _with_labels(message.text, self._sources)
             if top.is_called:
                 top.answer.append(text)
             elif message.rank == self._front:
@@ -203,7 +265,7 @@ class DebugConsole:
         self._choose()
 
     # -------------------------------------------------------------- what is shown
-    def _note_opened(self, debugger: OpenDebugger, *, is_wanted: bool) -> None:
+    def _note_opened(self, debugger: _OpenDebugger, *, is_wanted: bool) -> None:
         """Show that a debugger is open; `is_wanted`: the user waits for it."""
         opened, is_front = debugger.opened, debugger.opened.rank == self._front
         if is_front and not opened.command:
@@ -216,7 +278,7 @@ class DebugConsole:
             self._introduce(debugger)
         debugger.is_news = self._front != opened.rank
 
-    def _introduce(self, debugger: OpenDebugger) -> None:
+    def _introduce(self, debugger: _OpenDebugger) -> None:
         self._show(f"rank {debugger.opened.rank} {debugger.state}\n")
         if debugger.opened.by not in self._has_helped:
             self._show(debugger.help(is_first=not self._has_helped))
@@ -228,7 +290,7 @@ class DebugConsole:
             rank = self._unannounced.pop(0)
             self._show(f"rank {rank} {self._left[rank]}; the launch ends once you leave the debugger\n")
 
-    def _show_called(self, rank: int, debugger: OpenDebugger) -> None:
+    def _show_called(self, rank: int, debugger: _OpenDebugger) -> None:
         if debugger.is_called:
             debugger.is_called = False
             self._show(f"rank {rank}: {''.join(debugger.answer) or chr(10)}")
@@ -319,7 +381,7 @@ class DebugConsole:
             self._choose()
             self._wake()
 
-    def _send(self, rank: int, debugger: OpenDebugger, line: str | None) -> None:
+    def _send(self, rank: int, debugger: _OpenDebugger, line: str | None) -> None:
         asked, debugger.asked = debugger.asked, None
         if asked is not None:
             self._outgoing.append((rank, Typed(self._task, asked.number, line)))
@@ -335,7 +397,7 @@ class DebugConsole:
         elif found := re.fullmatch(r"all\s+([^=(].*)", line):
             self._ask_all(found[1])
         elif found := re.fullmatch(r"(?:h|help)\s+(ranks?|all)", line):
-            self._show(HELP_ON[found[1]])
+            self._show(_HELP_ON[found[1]])
         else:
             return False
         return True
@@ -382,3 +444,11 @@ class DebugConsole:
             self._turn_to(rank)
             self._choose()
             self._wake()
+
+
+def _with_labels(text: str, sources: Mapping[str, Source]) -> str:
+    """Name cells as the notebook does."""
+    for filename, source in sources.items():
+        if source.label:
+            text = text.replace(filename, source.label)
+    return text
