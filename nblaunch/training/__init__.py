@@ -10,18 +10,12 @@ from nblaunch.training.accelerator.distributed_type import DistributedType
 from nblaunch.training.accelerator.rank_logger import get_logger
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
-    DistributedBatchSamplerWrapper,
-    DistributedSamplerWrapper,
     DistributedWeightedSampler,
     ExactDistributedSampler,
     Prefetcher,
-    Preprocessed,
     ShardedLoader,
-    WorkersTiming,
-    preprocess,
     shard,
     skip_first_batches,
-    time_workers,
 )
 from nblaunch.training.evaluation import evaluate
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
@@ -34,8 +28,6 @@ __all__ = [
     "Accelerator",
     "Accuracy",
     "ClassBalancedBatchSampler",
-    "DistributedBatchSamplerWrapper",
-    "DistributedSamplerWrapper",
     "DistributedType",
     "DistributedWeightedSampler",
     "ExactDistributedSampler",
@@ -44,18 +36,14 @@ __all__ = [
     "Metric",
     "Parallelism",
     "Prefetcher",
-    "Preprocessed",
     "ShardedLoader",
     "TrainConfig",
     "Trainer",
-    "WorkersTiming",
     "evaluate",
     "find_executable_batch_size",
     "get_logger",
-    "preprocess",
     "seed_everything",
     "seed_worker",
     "shard",
     "skip_first_batches",
-    "time_workers",
 ]

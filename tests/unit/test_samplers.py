@@ -16,20 +16,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
-    DistributedBatchSamplerWrapper,
-    DistributedSamplerWrapper,
     DistributedWeightedSampler,
     ExactDistributedSampler,
 )
@@ -80,21 +71,6 @@ def interleaved(found: list[list[Any]]) -> list[Any]:
     return [part[place] for place in range(max(map(len, found))) for part in found if place < len(part)]
 
 
-class Drawn(Sampler[int]):
-    """A user's sampler that draws from the global generators."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Any:
-        order = list(range(self.size))
-        random.shuffle(order)
-        return iter(np.random.permutation(order)[torch.randperm(self.size).numpy()].tolist())
-
-
 def exact(size: int, **options: Any) -> Maker:
     return lambda rank, ranks, seed: ExactDistributedSampler(size, num_replicas=ranks, rank=rank, seed=seed, **options)
 
@@ -103,10 +79,6 @@ def weighted(weights: Any, *arguments: Any, **options: Any) -> Maker:
     return lambda rank, ranks, seed: DistributedWeightedSampler(
         weights, *arguments, num_replicas=ranks, rank=rank, seed=seed, **options
     )
-
-
-def wrapped(sampler: Any, kind: Any = DistributedSamplerWrapper, **options: Any) -> Maker:
-    return lambda rank, ranks, seed: kind(sampler, num_replicas=ranks, rank=rank, seed=seed, **options)
 
 
 def balanced(labels: Any, batch_size: int, **options: Any) -> Maker:
@@ -127,34 +99,6 @@ def test_exact_gives_each_index_once_and_divides_evenly(
     whole, rest = divmod(samples, ranks)
     assert [len(part) for part in found] == [whole + (rank < rest) for rank in range(ranks)]
     assert interleaved(found) == interleaved(parts(exact(samples, shuffle=shuffle), 1, seed, epoch))
-
-
-@FAST
-@given(sizes(), SEEDS, st.integers(0, 5))
-def test_a_wrapped_sampler_gives_each_index_once(size: tuple[int, int], seed: int, epoch: int) -> None:
-    ranks, samples = size
-    found = parts(wrapped(Drawn(samples)), ranks, seed, epoch)
-    assert sorted(joined(found)) == list(range(samples))
-    assert interleaved(found) == interleaved(parts(wrapped(Drawn(samples)), 1, seed, epoch))
-
-
-@FAST
-@given(sizes(), SEEDS, st.integers(1, 5), st.booleans())
-def test_a_wrapped_batch_sampler_gives_each_index_once(
-    size: tuple[int, int], seed: int, batch_size: int, even: bool
-) -> None:
-    ranks, samples = size
-    batches = BatchSampler(Drawn(samples), batch_size, drop_last=False)
-    found = parts(wrapped(batches, DistributedBatchSamplerWrapper, even=even), ranks, seed)
-    whole = interleaved(parts(wrapped(batches, DistributedBatchSamplerWrapper), 1, seed))
-    if not even:
-        assert interleaved(found) == whole
-        return
-    assert len({len(part) for part in found}) == 1
-    indices = joined(joined(found))
-    last = sum(map(len, whole[len(whole) - len(whole) % ranks :]))
-    assert set(indices) == set(range(samples))
-    assert len(indices) - samples == (max(0, ranks - last) if last else 0)
 
 
 @FAST
@@ -327,10 +271,6 @@ def test_a_batch_that_the_classes_do_not_divide_is_refused(size: int, fix: str) 
 EACH: dict[str, Maker] = {
     "exact": exact(29),
     "weighted": weighted([1.0 + index for index in range(29)]),
-    "wrapped": wrapped(Drawn(29)),
-    "wrapped with a generator": wrapped(RandomSampler(range(29), generator=torch.Generator())),
-    "wrapped weighted": wrapped(WeightedRandomSampler([1.0] * 29, 29)),
-    "wrapped batches": wrapped(BatchSampler(Drawn(29), 2, drop_last=False), DistributedBatchSamplerWrapper),
     "balanced": balanced([index % 2 for index in range(29)], 4),
 }
 
@@ -395,8 +335,6 @@ def test_other_ranks_divide_the_rest_of_a_pass(name: str, ranks: int) -> None:
     for other in latest:
         other.load_state_dict(others[0].state_dict())
     taken += interleaved([list(other) for other in latest])
-    if name == "wrapped batches":  # the last batch of one sample may come twice
-        taken, whole = sorted({*joined(taken)}), joined(whole)
     assert sorted(taken) == sorted(whole)
 
 
@@ -459,7 +397,6 @@ def test_a_pass_that_was_read_ahead_can_be_set_back() -> None:
 def test_a_dataset_or_its_length() -> None:
     assert len(ExactDistributedSampler([5, 6, 7])) == len(ExactDistributedSampler(3)) == 3
     assert list(ExactDistributedSampler(3, shuffle=False)) == [0, 1, 2]  # alone, as no ranks were named
-    assert list(DistributedSamplerWrapper(SequentialSampler(range(3)))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

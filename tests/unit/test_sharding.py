@@ -31,7 +31,6 @@ from torch.utils.data import (
 from nblaunch.errors import ArgumentError
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
-    DistributedBatchSamplerWrapper,
     ExactDistributedSampler,
     ShardedLoader,
     shard,
@@ -682,7 +681,6 @@ def test_our_samplers_are_kept(standing: Standing) -> None:
     makers: list[Callable[[], DataLoader[Any]]] = [
         lambda: DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA)),
         lambda: DataLoader(DATA, batch_sampler=ClassBalancedBatchSampler(labels, 4, short="stop")),
-        lambda: DataLoader(DATA, batch_sampler=DistributedBatchSamplerWrapper(Buckets())),
     ]
     for make_own in makers:
         seen: list[int] = []
@@ -720,7 +718,7 @@ def test_a_samplers_size_includes_repeated_samples(standing: Standing) -> None:
     assert counts(0, batch_size=4, drops=True) == (17, 51)
     assert counts(0, 1, 2, batch_size=4, drop_last=True) == (48, None)
     assert shard(DataLoader(data, 4)).own_sampler_size() is None
-    batches = shard(DataLoader(data, batch_sampler=DistributedBatchSamplerWrapper(Buckets())))
+    batches = shard(DataLoader(data, batch_sampler=ClassBalancedBatchSampler([0, 1] * 26, 4)))
     assert batches.own_sampler_size() == sum(map(len, Pass(batches).batches))
 
 

@@ -3,25 +3,16 @@
 from nblaunch.training.data.class_balanced_sampler import ClassBalancedBatchSampler
 from nblaunch.training.data.loader_positions import skip_first_batches
 from nblaunch.training.data.prefetch import Prefetcher
-from nblaunch.training.data.preprocessing import Preprocessed, preprocess
-from nblaunch.training.data.sampler_wrappers import DistributedBatchSamplerWrapper, DistributedSamplerWrapper
 from nblaunch.training.data.samplers import DistributedWeightedSampler, ExactDistributedSampler
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
-from nblaunch.training.data.worker_timing import WorkersTiming, time_workers
 
 __all__ = [
     "ClassBalancedBatchSampler",
-    "DistributedBatchSamplerWrapper",
-    "DistributedSamplerWrapper",
     "DistributedWeightedSampler",
     "ExactDistributedSampler",
     "Prefetcher",
-    "Preprocessed",
     "ShardedLoader",
-    "WorkersTiming",
-    "preprocess",
     "shard",
     "skip_first_batches",
-    "time_workers",
 ]
