@@ -13,7 +13,7 @@ COUNT = gpus.number()
 MODEL = """
 from torch import nn
 from nblaunch.training import Accelerator, Parallelism, evaluate
-from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state, save_sharded_state
+from nblaunch.training.parallel.sharded_states import full_state
 
 class Residual(nn.Module):
     def __init__(self, width):
@@ -142,9 +142,9 @@ def test_a_state_of_gpus_loads_on_the_cpu_and_back(kernel: Kernel, tmp_path: Pat
         "    model = Deep().double()\n"
         "    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))\n"
         "    if load:\n"
-        "        load_sharded_state(folder / load, net, optimizer)\n"
+        "        accelerator.load_state(folder / load)\n"
         "    steps(net, optimizer, accelerator, numbers)\n"
-        "    save_sharded_state(folder / save, net, optimizer)\n"
+        "    accelerator.save_state(folder / save)\n"
         "    return full_state(net)\n"
         "first = lambda: run(Parallelism(), None, 'gpus', range(2), 'gpu')\n"
         "second = lambda: run(Parallelism(tensor=2, plan=PLAN), 'cpus', 'last', range(4, 6), 'gpu')\n"

@@ -29,7 +29,7 @@ from nblaunch.training import (
 )
 from nblaunch.training.exchange import exchange
 from nblaunch.training.parallel.sharded_models import is_sharded
-from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state, save_sharded_state
+from nblaunch.training.parallel.sharded_states import full_state
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
@@ -421,34 +421,35 @@ def _steps(net: Any, optimizer: Any, numbers: range, parts: int, part: int) -> N
         optimizer.zero_grad()
 
 
-def _made(parallelism: Parallelism, seed: int) -> tuple[Any, Any]:
+def _made(parallelism: Parallelism, seed: int) -> tuple[Accelerator, Any, Any]:
     model = Model(seed, tied=True, layers=1)  # torch derives how each parameter is divided, in every rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    prepared = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model, optimizer)
-    return prepared[0], prepared[1]
+    accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+    net, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, net, optimizer
 
 
 def _saves(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
-    net, optimizer = _made(parallelism, 0)
-    save_sharded_state(folder / "new", net, optimizer)  # before the first step there is no state
+    accelerator, net, optimizer = _made(parallelism, 0)
+    accelerator.save_state(folder / "new")  # before the first step there is no state
     parts = world_size // parallelism.tensor
     _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
     optimizer.param_groups[0]["lr"] = 0.01
-    save_sharded_state(folder / "later", net, optimizer)
+    accelerator.save_state(folder / "later")
     saved = _whole(net, optimizer)
     _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
     return [saved, _whole(net, optimizer)]
 
 
 def _loads(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
-    net, optimizer = _made(parallelism, 1)
+    accelerator, net, optimizer = _made(parallelism, 1)
     parts = world_size // parallelism.tensor
     _steps(net, optimizer, range(7, 8), parts, rank // parallelism.tensor)  # its own state is to be forgotten
-    load_sharded_state(folder / "later", net, optimizer)
+    accelerator.load_state(folder / "later")
     loaded = _whole(net, optimizer)
     _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
     ended = _whole(net, optimizer)
-    load_sharded_state(folder / "new", net, optimizer)
+    accelerator.load_state(folder / "new")
     _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
     return [loaded, ended, _whole(net, optimizer)]
 
@@ -488,35 +489,30 @@ def test_a_state_loads_on_other_ranks_bit_for_bit(launch: Launcher, tmp_path: Pa
 
 def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -> None:
     def check(folder: Path) -> list[str]:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        net, optimizer = Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(model, optimizer)
+        def prepared(model: nn.Module, *parameters: Any) -> Accelerator:
+            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
+            kept.append(accelerator.prepare(model, torch.optim.SGD(parameters or model.parameters(), lr=0.1)))
+            return accelerator
+
+        kept: list[Any] = []
+        prepared(nn.Linear(2, 2)).save_state(folder)
+        layer = nn.Linear(2, 2)
         said = []
-        for call in (
-            lambda: save_sharded_state(folder, net, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
-            lambda: load_sharded_state(folder / "none", net),
-            lambda: save_sharded_state(folder, net, optimizer),
-            lambda: save_sharded_state(folder, net, optimizer),
-            lambda: load_sharded_state(folder, nn.Linear(3, 2), ()),
-            lambda: load_sharded_state(folder, nn.Linear(2, 2, bias=False), ()),
-            lambda: load_sharded_state(folder, net),
-            lambda: load_sharded_state(folder, net, torch.optim.SGD([net.weight], lr=0.1)),
+        for accelerator in (
+            prepared(nn.Linear(3, 2)),
+            prepared(nn.Linear(2, 2, bias=False)),
+            prepared(layer, layer.weight),
         ):
-            try:
-                call()
-            except ArgumentError as error:
-                said.append(str(error))
+            with pytest.raises(ArgumentError) as caught:
+                accelerator.load_state(folder)
+            said.append(str(caught.value))
         return said
 
-    for said in launch(partial(check, tmp_path), device="cpu"):
-        foreign, absent, again, wider, other, fewer, groups = said
-        assert "parameter of shape [2, 2] that the FSDPLinear does not have: prepare both" in foreign
-        assert f"folder={str(tmp_path / 'none')!r}: holds no complete state" in absent
-        assert f"folder={str(tmp_path)!r}: holds a state already: give a new folder" in again
-        assert "than this Linear: weight has shape [2, 2] there and [2, 3] in the model" in wider
-        assert "is the state of another model than this Linear: bias is not in the model" in other
-        assert "optimizers: 0 given, but" in fewer
-        assert "the parameter groups of number 0 differ" in groups
+    for said in launch(partial(check, tmp_path / "saved"), device="cpu"):
+        wider, other, groups = said
+        assert "weight has shape [2, 2] there and [2, 3] in the model" in wider
+        assert "bias is not in the model" in other
+        assert "optimizer.pt is the state of another optimizer: its groups have [2] parameters" in groups
 
 
 # ------------------------------------------------------------------ precision, randomness, and what goes wrong

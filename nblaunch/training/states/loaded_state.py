@@ -13,11 +13,11 @@ from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.gradient_accumulation import GradientState
 from nblaunch.training.data.loader_positions import restore_position
 from nblaunch.training.parallel.sharded_models import drop_unshared_gradients
-from nblaunch.training.parallel.sharded_states import ReadState, load_full_state, parts_of
+from nblaunch.training.parallel.sharded_states import load_full_state, parts_of
 from nblaunch.training.states import model_states
 from nblaunch.training.states.checkpoint import restore_random_states, seed_from_random_states
 from nblaunch.training.states.gradient_order import repeat_order
-from nblaunch.training.states.model_states import SHARDED, path_of, read_file
+from nblaunch.training.states.model_states import path_of, read_file
 from nblaunch.training.states.prepared_objects import PreparedObjects, Registered
 from nblaunch.training.states.state_folder import Manifest
 from nblaunch.training.topology import data_world, world
@@ -42,18 +42,11 @@ class LoadedState:
     ) -> None:
         self.manifest, self.models, self.model_options = manifest, models, model_options
         self.record, self.registered, self.gradients, self.copies = record, registered, gradients, copies
-        self.weights: list[dict[str, Any]] = []
-        self.optimizers: list[dict[str, Any]] = []
-        self.divided: ReadState | None = None
         strict = bool(model_options.get("strict", True))
-        if any(file.startswith(f"{SHARDED}/") for file in manifest.sizes):
-            others = [model for model in record.models if not any(model is other for other in models)]
-            self.divided = model_states.read_divided(record.models, record.optimizers, folder, others, strict)
-        else:
-            self.weights = [model_states.read_model(*pair, strict) for pair in _numbered(models, folder)]
-            self.optimizers = [
-                model_states.read_optimizer(*pair, load_kwargs) for pair in _numbered(record.optimizers, folder)
-            ]
+        self.weights = [model_states.read_model(*pair, strict) for pair in _numbered(models, folder)]
+        self.optimizers = [
+            model_states.read_optimizer(*pair, load_kwargs) for pair in _numbered(record.optimizers, folder)
+        ]
         self.schedulers = [
             read_file(path_of(folder, "scheduler", number), load_kwargs)
             for number in range(len(self.record.schedulers))
@@ -83,8 +76,7 @@ class LoadedState:
             raise ArgumentError(
                 f'input_dir={str(folder)!r}: it was saved with semantics="{wrote}", and this Accelerator has '
                 f'semantics="{now}": the order of samples and the steps of schedules differ. Use '
-                f'Accelerator(semantics="{wrote}"), or load only the weights, '
-                + ("by load_sharded_state" if self.divided is not None else "by torch.load from model.pt")
+                f'Accelerator(semantics="{wrote}"), or load only the weights, by torch.load from model.pt'
             )
 
     def _read_gradients(self, folder: Path) -> list[list[torch.Tensor | None]]:
@@ -113,13 +105,10 @@ class LoadedState:
 
     def apply(self) -> None:
         """Load everything; the random states last."""
-        if self.divided is not None:
-            self.divided.apply()
-        else:
-            for model, weights in zip(self.models, self.weights, strict=True):
-                model.load_state_dict(parts_of(model, weights), **self.model_options)
-            for optimizer, state in zip(self.record.optimizers, self.optimizers, strict=True):
-                load_full_state(optimizer, state)
+        for model, weights in zip(self.models, self.weights, strict=True):
+            model.load_state_dict(parts_of(model, weights), **self.model_options)
+        for optimizer, state in zip(self.record.optimizers, self.optimizers, strict=True):
+            load_full_state(optimizer, state)
         for scheduler, state in zip(self.record.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         if self.scaler is not None and (scaler := self.gradients.scaler) is not None:

@@ -1,7 +1,7 @@
 """The states of modules and optimizers in a folder: how they are written, checked and read.
 
-Every rank calls these functions. If each rank holds the whole state, rank 0 writes it to a file for each object.
-Where ranks divide models, each writes its part of all of them to one folder, with torch.distributed.checkpoint.
+Every rank calls these functions. Rank 0 writes a file for each object; where ranks divide models, it gathers their
+states first.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from torch.optim import Optimizer
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded
-from nblaunch.training.parallel.sharded_states import ReadState, check_weights, full_state
+from nblaunch.training.parallel.sharded_states import check_weights, full_state
 from nblaunch.training.pytree import parameters_of, tree_map
 from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import world
 
 State = dict[str, Any]
-SHARDED = "sharded"
-"""The folder of divided models and their optimizers, within that of a saved state."""
 
 
 def path_of(folder: Path, kind: str, number: int) -> Path:
@@ -79,6 +77,12 @@ def export(state: State, folder: Path, as_safetensors: bool) -> None:
 
 
 # ------------------------------------------------------------------ optimizers
+def optimizer_state(optimizer: Optimizer) -> State:
+    """Return the optimizer's state; where ranks divide it whole, as `whole_state` does."""
+    is_divided = any(map(is_sharded, parameters_of(optimizer)))
+    return full_state(optimizer) if is_divided else optimizer.state_dict()
+
+
 def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Mapping[str, Any]) -> State:
     """Read one optimizer's state, and check that its parameter groups fit; `options` are for ``torch.load``.
 
@@ -100,33 +104,8 @@ def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Map
 
 # ------------------------------------------------------------------ divided models
 def are_divided(models: Sequence[nn.Module]) -> bool:
-    """Return True if ranks divide any of these: then all are written by their parts."""
+    """Return True if ranks divide any of these."""
     return any(map(has_sharded_parameters, models))
-
-
-def read_divided(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    folder: Path,
-    without: Sequence[nn.Module],
-    strict: bool,
-) -> ReadState:
-    """Read this rank's part of all states, into models that are divided in any way or whole.
-
-    Raises:
-        ArgumentError: The state is of other models or optimizers, or cannot be read.
-    """
-    try:
-        return ReadState(folder / SHARDED, together(models), optimizers, without=without, strict=strict)
-    except (OSError, RuntimeError) as error:
-        raise ArgumentError(
-            f"input_dir={str(folder)!r}: its folder {SHARDED} cannot be read ({error}). Load another folder"
-        ) from error
-
-
-def together(models: Sequence[nn.Module]) -> nn.Module:
-    """Return one module that holds all of these."""
-    return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 
 # ------------------------------------------------------------------ files

@@ -13,11 +13,10 @@ from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.accelerator.rank_roles import RankRoles
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
-from nblaunch.training.parallel.sharded_states import sharded_state, write_sharded_state
 from nblaunch.training.states import gradient_order, model_states, state_folder
 from nblaunch.training.states.checkpoint import random_states
 from nblaunch.training.states.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
-from nblaunch.training.states.model_states import SHARDED, path_of
+from nblaunch.training.states.model_states import path_of
 from nblaunch.training.states.prepared_objects import HookHandle, PreparedObjects, Registered
 from nblaunch.training.states.state_folder import Manifest, StateFolder
 from nblaunch.training.topology import world
@@ -42,9 +41,8 @@ class StateFiles(RankRoles):
         The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
         the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
         group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
-        ... are the ``state_dict`` of the users' own modules. Where ranks divide models (`parallelism`), each writes its
-        part of modules and optimizers instead, into ``sharded``: any number of ranks, or one process, loads it by
-        `load_state`, or without the rest by `nblaunch.training.parallel.sharded_states.load_sharded_state`.
+        ... are the ``state_dict`` of the users' own modules. Where ranks divide models (`parallelism`), their whole
+        states are gathered on rank 0, which needs CPU memory for them.
 
         Save between optimizer steps, or after any batch within `accumulate`. Gradients that a loop accumulates without
         `accumulate` are not saved; if ranks divide a model, save between steps only.
@@ -78,10 +76,10 @@ class StateFiles(RankRoles):
         folder = exchange_results(lambda: StateFolder.begin(target) if is_writer else None)[0]
         assert folder is not None
         try:
-            divided: list[dict[str, Any]] = []
-            exchange_results(lambda: divided.extend(self._write(folder.scratch, [own for *_, own in parts])))
-            for state in divided:  # each rank its part, and all at once
-                write_sharded_state(folder.scratch / SHARDED, state)
+            weights = [model_states.whole_state(model) for model in self._prepared.models]
+            optimizers = [model_states.optimizer_state(optimizer) for optimizer in self._prepared.optimizers]
+            by_rank = [own for *_, own in parts]
+            exchange_results(lambda: self._write(folder.scratch, weights, optimizers, by_rank))
             size, has_gradients = world().size, self._gradients.step_progress[0] > 0
             exchange_results(lambda: folder.complete(size, kinds, has_gradients) if is_writer else None)
         finally:
@@ -158,27 +156,26 @@ class StateFiles(RankRoles):
         }
         return {kind: [type(thing).__name__ for thing in things] for kind, things in kinds.items()}
 
-    def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Write the files. Every rank calls it, and writes what it returns by `write_sharded_state`."""
+    def _write(
+        self,
+        folder: Path,
+        weights: list[dict[str, Any]],
+        optimizers: list[dict[str, Any]],
+        by_rank: list[dict[str, Any]],
+    ) -> None:
+        """Write the files, on rank 0, and on every rank its gradients."""
         record, registered, scaler = self._prepared, self._registered, self._gradients.scaler
-        models = record.models
-        weights = [model_states.model_state(model) for model in models]
-        named = list(zip(models, weights, strict=True))
         for hook in list(registered.save_hooks.values()):
-            hook(models, weights, str(folder))
-        divided = []
-        if model_states.are_divided(record.models):
-            left_out = [model for model, state in named if not any(state is other for other in weights)]
-            divided.append(sharded_state(model_states.together(record.models), record.optimizers, without=left_out))
+            hook(record.models, weights, str(folder))
         if self._gradients.step_progress[0]:
             gradients = [gradients_of(model) for model in record.models]
             model_states.write_file(gradients, gradient_path(folder, world().rank))
         if world().rank != 0:
-            return divided
-        for number, state in enumerate(weights if not divided else ()):
+            return
+        for number, state in enumerate(weights):
             model_states.write_file(state, path_of(folder, "model", number))
-        for number, optimizer in enumerate(record.optimizers if not divided else ()):
-            model_states.write_file(optimizer.state_dict(), path_of(folder, "optimizer", number))
+        for number, state in enumerate(optimizers):
+            model_states.write_file(state, path_of(folder, "optimizer", number))
         for number, scheduler in enumerate(record.schedulers):
             model_states.write_file(scheduler.state_dict(), path_of(folder, "scheduler", number))
         if scaler is not None:
@@ -187,7 +184,6 @@ class StateFiles(RankRoles):
         for number, thing in enumerate(registered.objects):
             model_states.write_file(thing.state_dict(), path_of(folder, "object", number))
         _warn_about_code(folder)
-        return divided
 
     # ------------------------------------------------------------------ loading
     def load_state(
