@@ -17,8 +17,7 @@ from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.collectives import broadcast_tensors, in_step
 from nblaunch.training.data.index_source import samplers_of, shards
 from nblaunch.training.data.prefetch import Prefetcher
-from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import shard
+from nblaunch.training.data.sharded_loader import ShardedLoader, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Accuracy, Mean, Metric
 from nblaunch.training.parallel.sharded_models import copies_in, free_gathered, has_sharded_parameters

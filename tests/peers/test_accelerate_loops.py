@@ -67,7 +67,7 @@ def test_repeated_samples_are_accelerates(monkeypatch: pytest.MonkeyPatch, split
     from accelerate.data_loader import prepare_data_loader
     from accelerate.state import AcceleratorState, PartialState
 
-    from nblaunch.training.data.sharding import divide_batches
+    from nblaunch.training.data.sharded_loader import divide_batches
 
     PartialState(cpu=True)
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
@@ -372,14 +372,6 @@ def test_on_two_ranks_a_loop_ends_as_accelerates(launch: Launcher, loop: Callabl
 @pytest.mark.parametrize("loop", [*LOOPS, resumed_by_workers])
 def test_alone_a_loop_ends_as_accelerates(loop: Callable[..., Any]) -> None:
     check_same(*both(loop, "accelerate"))
-
-
-def test_alone_a_plain_loop_is_accelerates_without_asking() -> None:
-    mine, theirs = both(plain, None)
-    assert [shape for *_, shape in mine["results"]] == [torch.Size([4])] * 12
-    assert theirs["results"][3][2] == torch.Size([1])  # accelerate cuts what a loop has repeated itself
-    mine["results"], theirs["results"] = ([each[:2] for each in found["results"]] for found in (mine, theirs))
-    check_same(mine, theirs)
 
 
 def test_differences_warn_once_in_a_loop_of_accelerate(launch: Launcher) -> None:

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data import Prefetcher, ShardedLoader, shard
-from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.distribute import _find_trainable
 
 
@@ -101,9 +100,9 @@ def test_it_travels_as_settings_alone() -> None:
 # ------------------------------------------------------------------ prepare
 def test_alone_on_the_cpu_everything_is_the_very_same() -> None:
     *given, loader = parts()
-    *prepared, counted = Accelerator(compute_setup="cpu").prepare(*given, loader)
+    *prepared, sharded = Accelerator(compute_setup="cpu").prepare(*given, loader)
     assert all(now is then for now, then in zip(prepared, given, strict=True))
-    assert (type(counted), counted.dataset, counted.sampler) == (CountedLoader, loader.dataset, loader.sampler)
+    assert (type(sharded), sharded.dataset, sharded.sampler) == (ShardedLoader, loader.dataset, loader.sampler)
 
 
 def test_alone_a_loader_of_the_users_own_class_is_the_very_same() -> None:

@@ -91,27 +91,6 @@ def test_seeded_leaves_every_generator_as_it_was() -> None:
         assert (*drawn(), torch.rand(1, generator=generator).item()) == inside
 
 
-@pytest.mark.parametrize("odd", [False, True])
-def test_seeded_keeps_numpys_spare_gaussian(odd: bool) -> None:
-    """NumPy draws normal numbers in pairs, and keeps the second outside of its bit generator."""
-
-    def normals() -> list[float]:
-        np.random.seed(1)
-        return np.random.randn(2 + odd).tolist()
-
-    normals()
-    expected = np.random.randn(3).tolist()
-    normals()
-    with seeded(5):
-        inside = np.random.randn(3).tolist()
-        with seeded(6):  # as a dataset that reads another loader does
-            np.random.randn(3)
-        after = np.random.randn(3).tolist()
-    assert np.random.randn(3).tolist() == expected
-    np.random.seed(5)
-    assert [np.random.randn(3).tolist() for _ in range(2)] == [inside, after]
-
-
 def test_seeded_leaves_a_numpy_generator_of_the_users_choice() -> None:
     numpys: Any = np.random  # whose annotations leave these functions out
     own = numpys.get_bit_generator()

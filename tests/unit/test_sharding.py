@@ -410,24 +410,12 @@ def test_a_pass_does_not_go_on_where_orders_differ(
         next(iter(resumed(sharded(make_other), state)))
 
 
-def test_a_state_of_an_earlier_version_is_of_as_many_ranks(standing: Standing) -> None:
+def test_a_state_without_a_world_size_is_of_as_many_ranks(standing: Standing) -> None:
     standing.at(1, 2)
     loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
     whole = [batch.tolist() for batch in loader]
     loader.load_state_dict({"epoch": 0, "batches": 3, "seed": 1})
     assert [batch.tolist() for batch in loader] == whole[3:]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_without_workers_is_of_as_many(workers: int) -> None:
-    def sharded() -> ShardedLoader[Any]:
-        return shard(streamed(workers), seed=1)
-
-    loader, whole = sharded(), [batch.tolist() for batch in sharded()]
-    next(iter(loader))
-    state = loader.state_dict()
-    assert state.pop("num_workers") == workers
-    assert [batch.tolist() for batch in resumed(sharded(), state)] == whole[1:]
 
 
 def test_other_workers_go_on_with_a_dataset_that_has_indices() -> None:
@@ -872,9 +860,9 @@ def test_loading_draws_nothing_from_this_processs_generators(dataset: Dataset) -
     loader = shard(DataLoader(dataset, 4), seed=1)
     drawn = []
     for batches in range(2):
-        torch.manual_seed(7), random.seed(7), np.random.seed(7), np.random.randn()
+        torch.manual_seed(7), random.seed(7), np.random.seed(7)
         list(islice(loader, batches))
-        drawn.append([torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()])
+        drawn.append([torch.rand(()).item(), random.random(), np.random.rand()])
     assert drawn[0] == drawn[1]
 
 

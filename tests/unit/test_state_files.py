@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Prefetcher, ShardedLoader, shard, skip_first_batches
+from nblaunch.training import Accelerator, Prefetcher, skip_first_batches
 from nblaunch.training.data import prefetch
-from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.states import state_folder
 from nblaunch.training.states.state_folder import MANIFEST
 from tests.processes.trained import Augmented
@@ -295,7 +294,7 @@ def test_skipping_concerns_one_pass(seed: int | None, prefetches: bool) -> None:
 
 
 def test_skipping_a_plain_loader_is_torchs_order() -> None:
-    for loader in (numbers(), Accelerator(compute_setup="cpu").prepare(numbers()), Prefetcher(numbers(), "cpu")):
+    for loader in (numbers(), Prefetcher(numbers(), "cpu")):
         torch.manual_seed(1)
         whole = [batch.tolist() for batch in loader]
         torch.manual_seed(1)
@@ -313,18 +312,8 @@ def test_what_is_skipped_is_not_loaded(seed: int | None) -> None:
     assert Numbers.loaded == [6, 7, 8, 9]
 
 
-# ------------------------------------------------------------------ a counted loader
-def test_a_counted_loader_draws_what_torchs_draws() -> None:
-    def passes(loaders: tuple[Any, Any]) -> list[Any]:
-        torch.manual_seed(1)
-        drawn: list[Any] = [(a.tolist(), b.tolist(), torch.rand(1)) for a, b in zip(*loaders, strict=True)]
-        return [*drawn, [batch.tolist() for batch in loaders[0]], torch.rand(1)]
-
-    prepare = Accelerator(compute_setup="cpu").prepare
-    assert passes((numbers(), numbers())) == passes(prepare(numbers(), numbers()))
-
-
-def test_a_counted_loader_resumes_with_generators_of_its_own() -> None:
+# ------------------------------------------------------------------ loaders of a single process
+def test_a_loader_resumes_with_generators_of_its_own() -> None:
     def loader(seed: int) -> Any:
         given = numbers(generator=torch.Generator().manual_seed(seed))
         return Accelerator(compute_setup="cpu").prepare(given)
@@ -387,13 +376,6 @@ def test_a_stream_resumes_in_a_single_process() -> None:
     loader.load_state_dict(state)
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
     assert len(list(loader)) == 5
-
-
-def test_a_counted_loader_is_sharded_like_the_one_it_was_made_of() -> None:
-    counted: Any = Accelerator(compute_setup="cpu").prepare(numbers())
-    assert [batch.tolist() for batch in shard(counted)] == [batch.tolist() for batch in shard(numbers())]
-    assert isinstance(Accelerator(compute_setup="cpu", seed=1).prepare(counted), ShardedLoader)
-    assert isinstance(counted, CountedLoader)
 
 
 # ------------------------------------------------------------------ the folder
@@ -720,11 +702,6 @@ def test_other_weights_load_with_strict_false(tmp_path: Path) -> None:
 def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
     Run(seed=3).epochs(1, 5, tmp_path / "state")
     run = Run(seed=3)
-    Run().epochs(1, 5, tmp_path / "plain")
-    larger = Run()
-    vars(larger.loader)["batch_size"] = 4
-    with pytest.warns(UserWarning, match="loader 0 is not restored: its batch_size was 2, and is 4"):
-        larger.accelerator.load_state(tmp_path / "plain")
     loader = run.accelerator.prepare(DataLoader(Augmented(SAMPLES), 2))
     other = Run(dataset=TensorDataset(torch.rand(6, 3), torch.ones(6).long()), seed=3)
     with pytest.warns(UserWarning, match="position of prepared loader 0 is not restored: its dataset had 20 samples"):
@@ -733,18 +710,6 @@ def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="positions of 2 prepared loaders, and there are 3"):
         run.accelerator.load_state(tmp_path / "state")
     assert len(list(loader)) == STEPS
-
-
-def test_a_position_without_a_seed_does_not_fit_a_seeded_order(tmp_path: Path) -> None:
-    Run().epochs(1, 5, tmp_path / "within")
-    run = Run().epochs(1)
-    run.accelerator.save_state(tmp_path / "between")
-    seeded = Run(seed=3)
-    with pytest.warns(UserWarning, match=r"loader 0 is not restored: a single process wrote it.*Accelerator\(seed"):
-        seeded.accelerator.load_state(tmp_path / "within")
-    assert seeded.loader.epoch == 0
-    seeded.accelerator.load_state(tmp_path / "between")
-    assert seeded.loader.epoch == 1
 
 
 def test_another_precision_is_a_warning(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
-    the ranks that it is sent to. In a single process on the CPU it changes nothing, so the same cell runs without a
-    launch. Every rank must call the methods marked as collectives. `save_state` and `load_state` resume a loop exactly.
+    the ranks that it is sent to. In a single process on the CPU it only prepares loaders, so the same cell runs without
+    a launch. Every rank must call the methods marked as collectives. `save_state` and `load_state` resume a loop
+    exactly.
 
     Args:
         nprocs: Ranks that `distribute` launches. Default: one per GPU; 2 without GPUs.
@@ -98,10 +99,10 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
         back unchanged.
 
-        In a single process a DataLoader yields the same batches as before, and has ``state_dict`` and ``set_epoch``.
-        It is sharded only if its batches must be moved (a GPU, a `dtype`), its last batch detected (accumulation), or
-        its order drawn from `seed`. One of a subclass of DataLoader comes back unchanged, and has no position in
-        `save_state`: prepare ``shard(loader)`` for that, or for ``is_last``.
+        In a single process too, a DataLoader is sharded: its order comes from the seed, as with several ranks. One of
+        a subclass of DataLoader is sharded only if its batches must be moved (a GPU, a `dtype`), its last batch
+        detected (accumulation), or its order drawn from `seed`. Otherwise it comes back unchanged, and has no position
+        in `save_state`: prepare ``shard(loader)`` for that, or for ``is_last``.
 
         Args:
             objects: What to prepare.

@@ -19,12 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
 from nblaunch.training.accelerator.plugin_settings import LoaderSettings, wrap_in_ddp
-from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.repeating_loader import RepeatingLoader
-from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import agreed_seed, divide_batches, shard
+from nblaunch.training.data.sharded_loader import ShardedLoader, agreed_seed, divide_batches, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.parallel.sharded_models import (
@@ -225,14 +223,14 @@ class Preparation:
 
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Shard the loader and move its batches. Alone, with nothing to move, count or seed: only count its batches."""
+        """Shard the loader and move its batches. Alone, one of the user's own class may stay as it is."""
         moves = self.dtype is not None or (self.places and self.device.type != "cpu")
         counts = self.gradient_state.every > 1 or self.loaders.use_stateful_dataloader
         seed = self.loaders.data_seed if self.seed is None else self.seed
         is_exact = world().is_shared or moves or counts or seed is not None
         repeats = self.gradient_state.semantics == "accelerate"
-        if not (is_exact or repeats):
-            return self._counted(loader)
+        if not (is_exact or repeats) and type(loader) is not DataLoader and not isinstance(loader, ShardedLoader):
+            return loader
         device = self.device if self.places else None
         move = functools.partial(move_batch, device=device, dtype=self.dtype) if moves else None
         if self.loaders.split_batches and world().is_shared and not isinstance(loader, ShardedLoader):
@@ -243,7 +241,7 @@ class Preparation:
             seed = agreed_seed(loader)
         prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self.copies)
         prepared.observer = self.gradient_state
-        if self.gradient_state.semantics == "moved" and world().rank == 0:
+        if self.gradient_state.semantics == "moved" and is_exact and world().rank == 0:
             warn(
                 "prepared loaders draw the order of samples from their seed, and repeat no sample: the last batches "
                 "are smaller. accelerate draws the order from torch's generators, and fills the last batches with the "
@@ -252,14 +250,6 @@ class Preparation:
                 once="order of samples",
             )
         return prepared
-
-    def _counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the loader with a position for saved states; one of the user's own class unchanged."""
-        if type(loader) is DataLoader:
-            loader = CountedLoader(loader)
-        if isinstance(loader, (CountedLoader, ShardedLoader)):
-            loader.observer = self.gradient_state
-        return loader
 
 
 def move_batch(batch: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from nblaunch.machine.argument_checks import whole_number
 
@@ -56,13 +55,3 @@ class EpochProgress:
         self.done = self.start = whole_number("position", done, least=0)
         self.samples = self.start_samples = whole_number("samples", samples, least=0)
         self.ended = False
-
-
-class PassObserver(Protocol):
-    """Follows the passes over a loader."""
-
-    def begin_batch(self, loader: Any) -> None:
-        """Called before the loader yields a batch."""
-
-    def end_pass(self, loader: Any) -> None:
-        """Called when a pass was completed or abandoned."""

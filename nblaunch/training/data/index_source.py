@@ -138,6 +138,13 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
     return [generator for generator in given if isinstance(generator, torch.Generator)]
 
 
+def given_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers were given, each once."""
+    given = [generator for sampler in samplers_of(loader)[:1] for generator in generators_of(sampler)]
+    given += [loader.generator] if isinstance(loader.generator, torch.Generator) else []
+    return list({id(generator): generator for generator in given}.values())
+
+
 def set_epoch_methods(loader: DataLoader[Any]) -> Iterable[Callable[[int], Any]]:
     """Return the ``set_epoch`` methods of a loader's samplers and dataset."""
     return [thing.set_epoch for thing in (*samplers_of(loader), loader.dataset) if hasattr(thing, "set_epoch")]

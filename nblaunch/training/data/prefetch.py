@@ -101,7 +101,7 @@ class Prefetcher:
     def state_dict(self) -> dict[str, int]:
         """Return the loader's state after the latest yielded batch."""
         now: dict[str, int] = self.loader.state_dict()
-        return now if self._state is None or _numbers(now) != _numbers(self._ahead) else self._state
+        return now if self._state is None or now != self._ahead else self._state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Call the loader's ``load_state_dict``."""
@@ -123,11 +123,6 @@ class Prefetcher:
             while waiting and (len(waiting) > depth or waiting[-1].position.get("is_last")):
                 yield waiting.popleft()
         yield from waiting
-
-
-def _numbers(state: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what can be compared in a loader's state: not the random states."""
-    return {name: value for name, value in (state or {}).items() if isinstance(value, (int, float, str))}
 
 
 class Copier:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count, cycle, islice
 from typing import Any, TypeVar
 
@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from nblaunch.training.accelerator.plugin_settings import LoaderSettings
 from nblaunch.training.collectives import broadcast, share_generators
 from nblaunch.training.data.batch_partition import Share, with_last
-from nblaunch.training.data.counted_loader import given_generators, restore_states, states_for
-from nblaunch.training.data.index_source import BatchNote, IndexPass, source_of
+from nblaunch.training.data.index_source import BatchNote, IndexPass, given_generators, source_of
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.states.checkpoint import random_states, restore_random_states
 from nblaunch.training.topology import World, world
@@ -30,7 +29,7 @@ class RepeatingLoader(ShardedLoader[T_co]):
     batches. Where the last are short and there are other ranks, the first samples come again, and `remainder` says how
     many are no repetition. Loading seeds nothing, and reads one batch ahead, as accelerate's loaders do.
 
-    A state holds this rank's random states, like that of a `CountedLoader`: a resumed pass has the same order and
+    A state holds this rank's random states: a resumed pass has the same order and
     augmentation, on the same number of ranks. Without workers it loads nothing that was taken; workers load it again.
 
     Args:
@@ -119,6 +118,25 @@ class RepeatingLoader(ShardedLoader[T_co]):
             part = chunk[place.rank * size :][:size]
             yield Share(part if source.yields == "samples" and source.takes_lists else part[0])
 
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in the batches of all ranks together, except the last ones; 0 if that is unknown."""
+        size = getattr(self.batch_sampler, "batch_size", None) if self.batch_size is None else self.batch_size
+        return size * self.place.size if isinstance(size, int) else 0
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset."""
+        return len(self.dataset)  # type: ignore[arg-type]  # it has a length
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last batches of all ranks together; 0 if they are whole, -1 if that is unknown."""
+        size = self.total_batch_size
+        if not size or self.drop_last or not hasattr(self.dataset, "__len__"):
+            return -1
+        return len(self.dataset) % size
+
     # ------------------------------------------------------------------ the position
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the pass, with this rank's random states under ``order``."""
@@ -160,3 +178,15 @@ def _repeating(items: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[
             yield chunk
         elif not drop_last:
             yield [*chunk, *islice(cycle(first), size - len(chunk))]
+
+
+def states_for(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that a loader was given."""
+    return {**random_states(), "generators": [generator.get_state() for generator in given_generators(loader)]}
+
+
+def restore_states(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
+    """Restore what `states_for` returned."""
+    restore_random_states(states)
+    for generator, own in zip(given_generators(loader), states["generators"], strict=False):
+        generator.set_state(own)

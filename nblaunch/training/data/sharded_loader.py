@@ -1,33 +1,35 @@
-"""`ShardedLoader`: a DataLoader that gives each rank its part."""
+"""`shard`: one call that gives every rank its part of a DataLoader's batches; and its `ShardedLoader`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
-from typing import Any, TypeVar
+from itertools import count, islice, pairwise
+from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.data.batch_partition import Division, Share, round_count
-from nblaunch.training.data.epoch_progress import EpochProgress, PassObserver
+from nblaunch.training.data.epoch_progress import EpochProgress
 from nblaunch.training.data.index_source import (
     BatchNote,
     IndexFeed,
     IndexPass,
     epochs_of,
+    given_generators,
     length_of,
     samplers_of,
     set_epoch_methods,
     share_parts,
     source_of,
 )
-from nblaunch.training.data.loader_names import LoaderNames
+from nblaunch.training.data.prefetch import Prefetcher, reader_of
 from nblaunch.training.data.stream_reader import StreamReader, collated
-from nblaunch.training.seeding import checked_seed, default_seed, derived_generator, derived_seed
+from nblaunch.training.exchange import exchange
+from nblaunch.training.seeding import checked_seed, default_seed, derived_generator, derived_seed, order_seed
 from nblaunch.training.topology import World, data_world, world
 
 T_co = TypeVar("T_co", covariant=True)
@@ -51,7 +53,17 @@ class _Pass:
         self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
 
 
-class ShardedLoader(LoaderNames, DataLoader[T_co]):
+class PassObserver(Protocol):
+    """Follows the passes over a loader."""
+
+    def begin_batch(self, loader: Any) -> None:
+        """Called before the loader yields a batch."""
+
+    def end_pass(self, loader: Any) -> None:
+        """Called when a pass was completed or abandoned."""
+
+
+class ShardedLoader(DataLoader[T_co]):
     """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
 
     **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so all
@@ -97,6 +109,8 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
     is_padding: bool = False
     is_last: bool = False
     remaining: int | None = None
+    own_samples: int = 0
+    all_samples: int = 0
     observer: PassObserver | None = None
 
     def __init__(
@@ -150,6 +164,15 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
     def place(self) -> World:
         """This process's position among those that get different samples."""
         return data_world(self.copies)
+
+    @property
+    def sample_weight(self) -> float:
+        """Factor for the mean loss of the latest batch, so that every sample of all ranks' batches counts the same.
+
+        DistributedDataParallel averages the ranks' gradients, and batches of different sizes need the weight. It is 1
+        for equal sizes, and where the other ranks' sizes are unknown.
+        """
+        return self.own_samples * self.place.size / self.all_samples if self.all_samples else 1.0
 
     # ------------------------------------------------------------------ iterating
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
@@ -254,7 +277,7 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         """
         ranks = self.place.size
         if self._is_stream:
-            size: int = len(self.dataset)  # a stream may have one
+            size = len(self.dataset)  # type: ignore[arg-type]  # a stream may have a length
             return round_count(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
         return source_of(self).rounds(ranks)
 
@@ -285,11 +308,6 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
     def seed(self) -> int:
         """The seed of the order: its own, else that of `seed_everything`, else 0."""
         return default_seed() if self._seed is None else self._seed
-
-    @property
-    def has_own_seed(self) -> bool:
-        """Whether it was given a seed, or has loaded a state."""
-        return self._seed is not None
 
     @property
     def epoch(self) -> int:
@@ -331,31 +349,29 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         With another number of ranks or another batch size the remaining samples are divided again: none is lost or
         repeated. If that cannot be (a sampler that shards already, a stream that workers read, another batch size of
         the user's own batch sampler, another number of workers of a stream), the next pass raises an ArgumentError.
-        Keys that a state of an earlier version lacks are taken to be unchanged.
+        A state without ``world_size`` is taken to be of this division.
 
         Of a map-style dataset nothing is loaded again; a stream is read again up to that position.
         """
         self._seed = checked_seed(state["seed"])
         self._progress.resume(state["epoch"], state["batches"], state.get("samples", 0))
-        given = {name: state[name] for name in Division._fields if name in state}
-        self._loaded = self._division._replace(**given) if "world_size" in given else None
+        self._loaded = Division(*(state[name] for name in Division._fields)) if "world_size" in state else None
         self._set_sampler_epochs()
+
+    def beginning(self) -> dict[str, Any]:
+        """Return the state at which the latest pass began: the beginning of its epoch, or a loaded position."""
+        return {**self.state_dict(), "batches": self._progress.start, "samples": self._progress.start_samples}
 
     def begin_at(self, batches: int) -> None:
         """Begin the next pass, which must begin now, after this many batches of this rank; later passes are whole.
 
-        If a loaded state stands there, it stays: with another number of ranks its samples are counted right.
+        A loaded position stays if it stands there, or if another number of ranks took its batches.
         """
         self._follow_samplers()
         now, before = self._progress, self._loaded
-        if now.start == batches and not now.ended:
+        has_others = before is not None and before.world_size != self.place.size and now.start > 0
+        if not now.ended and (now.start == batches or has_others):
             return
-        if now.start and not now.ended and before and before.world_size != self.place.size and world().rank == 0:
-            warn(
-                f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {now.start} "
-                f"of {before.world_size} ranks, and there are {self.place.size} now: leave skip_first_batches out, "
-                "and the pass continues where the state was saved"
-            )
         self._loaded = None
         now.resume(self.epoch + now.ended, 0)
         now.once = batches
@@ -406,3 +422,167 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         """Return everything except what belongs to this process."""
         own = {"_iterator": None, "_reader": None, "_planned_for": None, "_indices": IndexFeed(), "observer": None}
         return {**vars(self), **own, "_plan": [], "_passes": [], "_progress": copy.copy(self._progress)}
+
+
+# ------------------------------------------------------------------ shard
+def shard(
+    loader: DataLoader[T_co],
+    *,
+    seed: int | None = None,
+    dispatch: bool | None = None,
+    move: Callable[[Any], Any] | None = None,
+    copies: int | None = None,
+) -> ShardedLoader[T_co]:
+    """Give each rank its part of a DataLoader: every sample once, equally many batches on every rank.
+
+    So DDP cannot hang, and counts over the ranks are exact. `ShardedLoader` describes how the data is divided.
+
+    Args:
+        loader: Any ``torch.utils.data.DataLoader``; all its arguments are kept. A `ShardedLoader` comes back itself,
+            with the other arguments set.
+        seed: Seed of the order, 0 to 2**32 - 1. Default: that of `seed_everything`, else 0.
+        dispatch: For iterable datasets. True or None: rank 0 reads, and sends each rank its part. False: every rank
+            reads everything, which must be the same on each, and keeps its part: for streams that are cheap to read.
+        move: Called on each batch before it is yielded. Default: batches stay where they are.
+        copies: Consecutive ranks that get the same part, as ranks that divide layers need. Default 1.
+
+    Raises:
+        ArgumentError: `loader` is not a DataLoader, `seed` or `copies` is out of range, or with `copies` a sampler
+            gives each rank a part of its own.
+    """
+    if isinstance(loader, ShardedLoader):
+        loader.adjust(seed=seed, dispatch=dispatch, move=move, copies=copies)
+        return loader
+    given: object = loader
+    if not isinstance(given, DataLoader):
+        kind = type(given).__name__
+        raise ArgumentError(f"loader={loader!r:.80}: must be a torch.utils.data.DataLoader, and is a {kind}")
+    if not issubclass(type(given), DataLoader):  # isinstance believes __class__, which accelerate overrides
+        raise ArgumentError(
+            f"loader is a {type(given).__name__}, already divided by accelerate, which repeats samples so that every "
+            "rank has equally many: give the DataLoader from before prepare"
+        )
+    return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move, copies=copies)
+
+
+def agreed_seed(loader: DataLoader[Any]) -> int | None:
+    """Return rank 0's seed of a loader's order: of the loader's generator if it has one, else of torch's global one.
+
+    None for a `ShardedLoader` with a seed of its own, which it keeps. A collective.
+    """
+    is_settled = isinstance(loader, ShardedLoader) and loader._seed is not None
+    seed: int | None = exchange(None if is_settled else order_seed(given_generators(loader)))[0]
+    return seed
+
+
+def divide_batches(loader: DataLoader[T_co], ranks: int) -> DataLoader[T_co]:
+    """Return a copy of the loader whose batches are smaller, so that all ranks together take one of the original's.
+
+    Raises:
+        ArgumentError: The batch size is unknown, or no multiple of the number of ranks.
+    """
+    inner: Any = loader.batch_sampler
+    size: Any = getattr(inner, "batch_size", None) if loader.batch_size is None else loader.batch_size
+    if not isinstance(size, int) or size % ranks:
+        raise ArgumentError(f"split_batches=True: the batch size, {size}, must be a multiple of the {ranks} ranks")
+    copy: DataLoader[T_co] = DataLoader.__new__(DataLoader)  # the constructor's arguments vary between torch versions
+    vars(copy).update(vars(loader), _iterator=None)
+    if loader.batch_size is not None:
+        vars(copy)["batch_size"] = size // ranks
+    if type(inner) is BatchSampler and not isinstance(loader.dataset, IterableDataset):
+        vars(copy)["batch_sampler"] = BatchSampler(inner.sampler, size // ranks, inner.drop_last)
+    elif loader.batch_size is None:
+        vars(copy)["batch_sampler"] = _DividedBatchSampler(inner, size, ranks)
+    return copy
+
+
+class _DividedBatchSampler:
+    """Yields each batch of a batch sampler in as many parts as there are ranks."""
+
+    def __init__(self, inner: Any, size: int, ranks: int) -> None:
+        self.inner, self.ranks = inner, ranks
+        self.batch_size, self.drop_last = size // ranks, bool(getattr(inner, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self.inner, "sampler", None)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self.inner:
+            items = list(batch)
+            bounds = [len(items) * part // self.ranks for part in range(self.ranks + 1)]
+            yield from (items[begin:end] for begin, end in pairwise(bounds) if begin < end)
+
+    def __len__(self) -> int:
+        return len(self.inner) * self.ranks
+
+
+# ------------------------------------------------------------------ positions
+def position_of(loader: Any, continues: bool) -> dict[str, Any]:
+    """Return a loader's position for a saved state; unless its latest pass `continues`, one that begins it again."""
+    reader = reader_of(loader) or loader
+    state = reader.state_dict() if hasattr(reader, "state_dict") else None
+    if isinstance(loader, ShardedLoader) and state and state["batches"] and not continues:
+        state = loader.beginning()
+    return {"samples": length_of(getattr(loader, "dataset", None)), "state": state}
+
+
+def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None:
+    """Continue at the position that `position_of` returned, or warn why its next pass begins at its beginning."""
+    state, samples = position["state"], length_of(getattr(loader, "dataset", None))
+    if state is None or not hasattr(loader, "load_state_dict") or not getattr(loader, "is_stateful", True):
+        return
+    if samples == position["samples"]:
+        loader.load_state_dict(state)
+    elif world().rank == 0:
+        warn(
+            f"load_state: the position of prepared loader {number} is not restored: its dataset had "
+            f"{position['samples']} samples, and has {samples}"
+        )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader whose pass begins at batch `num_batches`; later passes over `dataloader` itself are whole.
+
+    The number counts from the beginning of the pass, also after `Accelerator.load_state`, which moves prepared loaders
+    to where they were: a script that loads the state *and* skips the batches that its step count names skips them
+    once, and a script that only loads the state continues at the same batch. The epoch is the one where the loader
+    stands: that of the loaded state, or of ``set_epoch``. (Setting the epoch of the loaded state changes nothing.)
+
+    Prepared loaders of map-style datasets load nothing of what is skipped.
+
+    Args:
+        dataloader: A prepared loader, a `ShardedLoader`, a `Prefetcher` of one, or any other DataLoader.
+        num_batches: Batches of each rank.
+
+    Raises:
+        ArgumentError: `num_batches` is not a whole number of at least 0.
+    """
+    return SkippedLoader(dataloader, whole_number("num_batches", num_batches, least=0))
+
+
+class SkippedLoader:
+    """A loader without the first batches of each of its passes; every other attribute is the loader's."""
+
+    def __init__(self, loader: Any, skipped: int) -> None:
+        vars(self).update(loader=loader, skipped=skipped)
+
+    def __len__(self) -> int:
+        left: int = len(self.loader) - self.skipped
+        return max(0, left)
+
+    def __iter__(self) -> Iterator[Any]:
+        inner = self.loader.loader if isinstance(self.loader, Prefetcher) else self.loader
+        if not isinstance(inner, ShardedLoader):
+            yield from islice(iter(self.loader), self.skipped, None)
+            return
+        inner.begin_at(self.skipped)
+        yield from self.loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet during unpickling
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.loader, name, value)

@@ -11,7 +11,7 @@ from torch import nn
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.gradient_accumulation import GradientState
-from nblaunch.training.data.loader_positions import restore_position
+from nblaunch.training.data.sharded_loader import restore_position
 from nblaunch.training.parallel.sharded_models import drop_unshared_gradients
 from nblaunch.training.parallel.sharded_states import load_full_state, parts_of
 from nblaunch.training.states import model_states

@@ -11,7 +11,7 @@ from torch import nn
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.accelerator.rank_roles import RankRoles
-from nblaunch.training.data.loader_positions import position_of, skip_first_batches
+from nblaunch.training.data.sharded_loader import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
 from nblaunch.training.states import gradient_order, model_states, state_folder
 from nblaunch.training.states.checkpoint import random_states
@@ -138,10 +138,7 @@ class StateFiles(RankRoles):
             "copies": self.copies,
             "semantics": self.semantics,
             "random": random_states(),
-            "loaders": [
-                position_of(loader, self._gradients.continues(getattr(loader, "sharded", None) or loader))
-                for loader in self._prepared.loaders
-            ],
+            "loaders": [position_of(loader, self._gradients.continues(loader)) for loader in self._prepared.loaders],
             "step": {"batches": batches, "size": size},
             "gradient_orders": [gradient_order.order_of(model) for model in self._prepared.models],
         }
@@ -201,13 +198,11 @@ class StateFiles(RankRoles):
         continue at their batch: the next pass yields those that were left. (In accelerate's semantics only loaders of
         ``use_stateful_dataloader`` do.) `skip_first_batches` with a script's own count does not skip twice, see there.
 
-        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. (Two exceptions:
-        DDP's ``static_graph`` with three ranks or more; and persistent workers in a single process without a seed,
-        whose random augmentation begins again.) With another number
-        the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
-        derived from rank 0's. Ranks may divide the models in another way than those that saved, or not at all.
-        Gradients of an unfinished step are averaged over the ranks that saved them; if there are none in the state, the
-        modules' gradients are cleared.
+        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. (An exception is DDP's
+        ``static_graph`` with three ranks or more.) With another number the remaining samples are divided again, if
+        `ShardedLoader` can; ranks that did not exist get random states derived from rank 0's. Ranks may divide the
+        models in another way than those that saved, or not at all. Gradients of an unfinished step are averaged over
+        the ranks that saved them; if there are none in the state, the modules' gradients are cleared.
 
         Args:
             input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project. Saving

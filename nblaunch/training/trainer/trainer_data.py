@@ -15,10 +15,8 @@ from torch.utils.data import (
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.data.counted_loader import given_generators
-from nblaunch.training.data.index_source import length_of, samplers_of, shards
-from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import agreed_seed, shard
+from nblaunch.training.data.index_source import given_generators, length_of, samplers_of, shards
+from nblaunch.training.data.sharded_loader import ShardedLoader, agreed_seed, shard
 from nblaunch.training.trainer.train_config import TrainConfig
 
 Data = DataLoader[Any] | Dataset[Any]
