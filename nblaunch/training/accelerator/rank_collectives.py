@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nblaunch.training import collectives, dict_reduction
+from nblaunch.training import collectives
 from nblaunch.training.accelerator.rank_roles import RankRoles
 
 
@@ -30,7 +30,7 @@ class RankCollectives(RankRoles):
                 value has another type.
         """
         self._join()
-        return dict_reduction.all_reduce_dict(d, op, self.log_device, self.copies)
+        return collectives.all_reduce_dict(d, op, self.log_device, self.copies)
 
     def gather(self, nest: Any) -> Any:
         """Concatenate every tensor of a pytree along dimension 0, by rank. A collective.
