@@ -6,7 +6,6 @@ An exception of the user's function is not wrapped: it is raised in the notebook
     ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
     │   └── UnknownArgumentError (TypeError)  a function has no argument of this name
     ├── PayloadError (TypeError)          an object cannot be sent, rebuilt there, or exported; nothing has run
-    ├── AbsentNameError (AttributeError)  accelerate's Accelerator has this name, and ours does not
     ├── NestedLaunchError (RuntimeError)  a rank, or one of several Slurm tasks, tried to launch
     ├── StartError (RuntimeError)         the processes could not be started
     ├── LaunchStoppedError                the launch was stopped before every rank had returned
@@ -65,14 +64,6 @@ class UnknownArgumentError(ArgumentError, TypeError):
 
 class PayloadError(NblaunchError, TypeError):
     """An object that the function uses cannot be sent to the ranks, rebuilt there, or exported; nothing has run."""
-
-
-class AbsentNameError(NblaunchError, AttributeError):
-    """accelerate's Accelerator has this attribute, and ours does not; the message says what to use."""
-
-    def __init__(self, message: str, *, name: str | None = None) -> None:
-        super().__init__(message)
-        self.name = name
 
 
 class NestedLaunchError(NblaunchError, RuntimeError):

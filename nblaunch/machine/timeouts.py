@@ -235,7 +235,3 @@ STOP_POLL_S = 0.01
 """Between two looks for the steps of the other ranks."""
 STOP_SIGNAL_INTERVAL_S = 0.5
 """Before a rank whose step has not ended is interrupted again; a second interrupt that comes sooner is the first."""
-BATCH_SIZE_PEERS_S = 60.0
-"""For the other ranks to end their try of a batch size, once memory has run out on this one."""
-BATCH_SIZE_TRAINING_S = 30 * 24 * 3600.0
-"""For the same once this rank has trained to the end."""

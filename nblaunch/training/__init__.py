@@ -5,9 +5,6 @@ It works the same in a launch, under torchrun or srun, and in a single process; 
 """
 
 from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.accelerator.batch_size_search import find_executable_batch_size
-from nblaunch.training.accelerator.distributed_type import DistributedType
-from nblaunch.training.accelerator.rank_logger import get_logger
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
     DistributedWeightedSampler,
@@ -28,7 +25,6 @@ __all__ = [
     "Accelerator",
     "Accuracy",
     "ClassBalancedBatchSampler",
-    "DistributedType",
     "DistributedWeightedSampler",
     "ExactDistributedSampler",
     "FromTorchmetrics",
@@ -40,8 +36,6 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "evaluate",
-    "find_executable_batch_size",
-    "get_logger",
     "seed_everything",
     "seed_worker",
     "shard",

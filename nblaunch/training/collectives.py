@@ -1,4 +1,4 @@
-"""Collectives over pytrees and dicts of numbers: gather, pad, reduce, broadcast, barrier.
+"""Collectives over pytrees and dicts of numbers: gather, reduce, broadcast, barrier.
 
 The ranks compare what they pass before they combine it: on a mismatch every rank raises and none hangs. Without other
 ranks each function returns the same types and runs no collective.
@@ -125,43 +125,10 @@ def _gather_objects(value: Any, is_padding: bool) -> list[Any]:
     return kept
 
 
-def first_rows(gathered: Any, rows: int) -> Any:
-    """Return the first rows of each gathered tensor, or the first objects."""
-    is_list = isinstance(gathered, list) and not any(isinstance(each, Tensor) for each in gathered)
-    return (
-        gathered[:rows]
-        if is_list
-        else tree_map(lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) else leaf, gathered)
-    )
-
-
-# ------------------------------------------------------------------ pad
-def pad(tree: Any, dim: int, value: float, *, pad_first: bool) -> Any:
-    """See `Accelerator.pad_across_processes`."""
-    flat = dict(_flatten(tree))
-    if not world().is_shared:
-        _check_own(flat)
-        return tree
-    by_rank = _exchange_parts(_describe_all(flat, lambda tensor: []))
-    _check_parts("pad_across_processes", by_rank)
-    padded = dict(flat)
-    for path, tensor in flat.items():
-        if tensor is None or not -tensor.dim() <= dim < tensor.dim():
-            continue
-        short = max(parts[path].shape[dim] for parts in by_rank) - tensor.shape[dim]
-        if short:
-            shape = [*tensor.shape]
-            shape[dim] = short
-            padding = torch.full(shape, value, dtype=tensor.dtype, device=tensor.device)
-            padded[path] = torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
-    return _unflatten(tree, padded)
-
-
 # ------------------------------------------------------------------ reduce
 def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
     """See `Accelerator.reduce`. Of each `copies` ranks the first counts."""
-    if one_of("reduction", reduction, ("sum", "mean", "max", "none")) == "none":
-        return tree
+    one_of("reduction", reduction, ("sum", "mean", "max"))
     flat = dict(_flatten(tree))
     if world().is_shared:
         _check_parts("reduce", _exchange_parts(_describe_all(flat, lambda tensor: list(tensor.shape))))
@@ -346,13 +313,6 @@ def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
             sent = broadcast(batch, source, collective_device())
             latest = sent if latest is _NO_BATCH else latest
         yield latest, batch is _NO_BATCH
-
-
-def share_generators(kinds: Iterable[str]) -> None:
-    """Set the global generators (``"torch"``, ``"cuda"``) to rank 0's states. A collective for each."""
-    for kind in kinds:
-        generators: Any = torch if kind == "torch" else torch.cuda
-        generators.set_rng_state(broadcast(generators.get_rng_state(), 0, torch.device("cpu")))
 
 
 # ------------------------------------------------------------------ barrier

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,6 @@ from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutErro
 from nblaunch.machine.argument_names import unknown_argument
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import Interrupted, current
-from nblaunch.training.accelerator.accelerator_settings import AcceleratorSettings
 from nblaunch.training.parallel.sharded_states import gathered
 from nblaunch.training.pytree import children, is_container
 from nblaunch.training.topology import has_group, world
@@ -44,8 +44,21 @@ _Visit = tuple[Path, Any, int]
 """Path, object, and nesting depth of plain objects."""
 
 
+class Settings(Protocol):
+    """What a launch takes from an Accelerator."""
+
+    nprocs: int | None
+    compute_setup: str
+    backend: str | None
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def mixed_precision(self) -> str: ...
+
+
 def distributed(
-    settings: AcceleratorSettings,
+    settings: Settings,
     function: Callable[..., Any],
     options: Mapping[str, Any],
     *,
@@ -115,7 +128,7 @@ def check_gpu(setup: str) -> None:
         )
 
 
-def runs_in_place(settings: AcceleratorSettings, options: Mapping[str, Any]) -> bool:
+def runs_in_place(settings: Settings, options: Mapping[str, Any]) -> bool:
     """Return True if a call runs in this process: one rank without options of a launch, or a call within such a one."""
     return _is_in_place.get() or (settings.nprocs == 1 and not options.keys() - {"view"})
 
@@ -131,7 +144,7 @@ def in_place() -> Iterator[None]:
 
 
 def _run_in_place(
-    settings: AcceleratorSettings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call the function here, and return a `LaunchResult` without metrics and logs."""
     __tracebackhide__ = True  # IPython leaves this frame out
@@ -150,7 +163,7 @@ def is_rank() -> bool:
     return current() is not None or has_group() or world().is_shared
 
 
-def _launch(settings: AcceleratorSettings, call: _Call, options: Mapping[str, Any]) -> Any:
+def _launch(settings: Settings, call: _Call, options: Mapping[str, Any]) -> Any:
     """Launch the call and return its `LaunchResult`."""
     __tracebackhide__ = True  # IPython leaves this frame out
     from nblaunch import LaunchResult, notebook_launcher

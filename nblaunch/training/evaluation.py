@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
-from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.collectives import broadcast_tensors, in_step
 from nblaunch.training.data.index_source import samplers_of, shards
 from nblaunch.training.data.prefetch import Prefetcher
@@ -23,6 +22,7 @@ from nblaunch.training.metrics import Accuracy, Mean, Metric
 from nblaunch.training.parallel.sharded_models import copies_in, free_gathered, has_sharded_parameters
 from nblaunch.training.pytree import batch_size_of, to_device
 from nblaunch.training.topology import ensure_group, own_device, world
+from nblaunch.training.wrappers import unwrapped
 
 TARGETS = ("labels", "label", "target")
 """The keys under which a batch that is a dict may hold its target."""

@@ -101,9 +101,8 @@ class Mean:
 
     def add_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the values of another rank's `state_dict`."""
-        nonfinite = state["nonfinite"] if "nonfinite" in state else state["beyond"]  # checkpoints of version 0.1.0
         self._sum += int(state["sum"], 16)
-        self._nonfinite += nonfinite
+        self._nonfinite += state["nonfinite"]
         self._count += state["count"]
 
 

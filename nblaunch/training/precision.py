@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,15 +31,15 @@ def precision_of(requested: str | None) -> str:
     return name
 
 
-def autocast(device: torch.device, precision: str, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Return the context in which operations run in `precision`; `arguments` are more of torch.autocast's."""
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return the context in which operations run in `precision`."""
     dtype = _TYPES[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, **arguments)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def scaler_for(device: torch.device, precision: str, arguments: Mapping[str, Any]) -> torch.amp.GradScaler | None:
-    """Return a gradient scaler for float16, made with `arguments`; None for the other precisions, which need none."""
-    return torch.amp.GradScaler(device.type, **arguments) if precision == "fp16" else None
+def scaler_for(device: torch.device, precision: str) -> torch.amp.GradScaler | None:
+    """Return a gradient scaler for float16; None for the other precisions, which need none."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 def cast_forward(module: nn.Module, device: torch.device, precision: str) -> None:

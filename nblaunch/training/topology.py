@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,6 @@ from nblaunch.ranks.report import current
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Only all four make a rank: a notebook's environment may hold stale ones."""
-
-_made_group = False
-"""Whether this module has made the default process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,35 +90,24 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def ensure_group(backend: str | None = None, timeout: timedelta | None = None) -> None:
+def ensure_group(backend: str | None = None) -> None:
     """Initialize the default process group if there are other ranks and no group (under torchrun or srun).
 
     Args:
         backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
-        timeout: The same, of a group that is made here. Default: torch's.
 
     Raises:
         RankError: A rank of the session is dead.
     """
-    global _made_group
     if not world().is_shared or has_group():
         return
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     task = None if _has_torchrun_variables() else slurm_task(os.environ)
     if task is None:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend)
     else:
         address = f"tcp://{task.master_addr}:{task.master_port}"
-        dist.init_process_group(backend, address, timeout, rank=task.rank, world_size=task.count)
-    _made_group = True
-
-
-def leave_group() -> None:
-    """Destroy the default process group if `ensure_group` has made it. A launch's group, or the user's, stays."""
-    global _made_group
-    if _made_group and has_group():
-        dist.destroy_process_group()
-    _made_group = False
+        dist.init_process_group(backend, address, rank=task.rank, world_size=task.count)
 
 
 def own_device(setup: str = "auto") -> torch.device:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError, PayloadError
 from tests.peers import documents
+from tests.peers.accelerate_examples import EXAMPLES
 from tests.peers.conftest import GOOD, STEPS, TEST_IMAGES
 from tests.processes.conftest import Launcher
 
@@ -62,48 +67,33 @@ def evaluated_exactly() -> tuple[int, str]:
     return accuracy.count, "no error"
 
 
-def learning_rates(accelerator: Any, schedule_of: Callable[[Any], Any]) -> list[float]:
-    """The learning rate after each of 16 batches of this rank's."""
-    net = torch.nn.Linear(1, 1)
-    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(torch.ones(64, 1)), 2)
-    net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule_of(optimizer))
-    rates = []
-    for (x,) in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(net(x).sum())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        rates.append(schedule.get_last_lr()[0])
-    return rates
-
-
-def of_both(every: int, schedule_of: Callable[[Any], Any], with_optimizer: bool) -> tuple[list[float], list[float]]:
-    """The learning rates of accelerate and of nblaunch."""
-    import accelerate
-
-    from nblaunch import Accelerator
-
-    options: Any = {"gradient_accumulation_steps": every, "step_scheduler_with_optimizer": with_optimizer}
-    theirs = learning_rates(accelerate.Accelerator(cpu=True, **options), schedule_of)
-    return theirs, learning_rates(Accelerator(compute_setup="cpu", schedule_steps="rank", **options), schedule_of)
-
-
 # ------------------------------------------------------------------ the tests
-@pytest.mark.parametrize("with_optimizer", [True, False])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(
-    "schedule_of", [lambda optimizer: StepLR(optimizer, 3, 0.5), lambda optimizer: OneCycleLR(optimizer, 0.1, 21)]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_schedule_that_counts_ranks_is_accelerates(
-    launch: Launcher, schedule_of: Callable[[Any], Any], every: int, with_optimizer: bool
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def under_accelerate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the examples return on two ranks of accelerate's own launcher."""
+    folder = tmp_path_factory.mktemp("examples")
+    command = [sys.executable, "-m", "tests.peers.accelerate_examples", str(folder), str(unused_port())]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_has_the_losses_of_accelerates_launcher(
+    launch: Launcher, under_accelerate: Path, example: Callable[[], list[Any]]
 ) -> None:
-    for theirs, ours in launch(of_both, (every, schedule_of, with_optimizer), device="cpu"):
-        assert ours == theirs
-        assert len(ours) == 16
-        assert len(set(ours)) > 2
+    for rank, found in enumerate(launch(example)):
+        expected = json.loads((under_accelerate / f"{example.__name__}-{rank}.json").read_text())
+        assert len(expected) > 20
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.usefixtures("port_of_the_document")

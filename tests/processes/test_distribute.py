@@ -52,7 +52,7 @@ class Experiment:
             "held": [Held(self.model, self.optimizer)],
         }
         self.frozen = nn.Linear(2, 2)
-        self.accelerator = Accelerator(nprocs=2, compute_setup="cpu", backend="gloo", schedule_steps="optimizer")
+        self.accelerator = Accelerator(nprocs=2, compute_setup="cpu", backend="gloo")
 
     def train(self, epochs: int, *, rank: int) -> Any:
         """Some steps; the weights that it ends with."""
@@ -250,6 +250,7 @@ SCRIPT = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
+    from nblaunch import report
     from nblaunch.training.accelerator.accelerator import Accelerator
 
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
@@ -268,7 +269,7 @@ SCRIPT = """
                 optimizer.step()
                 optimizer.zero_grad()
             yield from accelerator.gather_for_metrics(x)[:, 0].tolist()
-        accelerator.log({"loss": 1.0})
+        report(loss=1.0)  # shown nowhere
 
     seen = accelerator.distribute(lambda: sorted(train(model)))()  # here a plain call
     weights = accelerator.gather(accelerator.unwrap_model(model).weight)

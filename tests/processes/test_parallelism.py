@@ -204,7 +204,7 @@ def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         step(model, optimizer)  # there is a state to divide
         scheduler.step()
-        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism, schedule_steps="optimizer")
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
         if apart:
             model = accelerator.prepare(model)
             scheduler, optimizer = accelerator.prepare(scheduler, optimizer)
@@ -559,7 +559,7 @@ def test_one_infinite_gradient_skips_the_step_on_all_ranks(launch: Launcher) -> 
             after = full_state(net)
             found.append(
                 (
-                    accelerator.optimizer_step_was_skipped,
+                    not accelerator._gradients.has_stepped(optimizer),
                     norm.isfinite().item(),
                     all(after[k].equal(before[k]) for k in after),
                 )
@@ -598,10 +598,7 @@ def test_norms_other_than_2_are_those_of_all_ranks(launch: Launcher) -> None:
                 norm: Any = accelerator.clip_grad_norm_(net.parameters(), 1e-3, kind)
                 norms.append(norm.item())
             net.zero_grad()
-        loss_of(net(inputs), target).backward()
-        accelerator.clip_grad_value_(net.parameters(), 1e-2)
-        norm = accelerator.clip_grad_norm_(net.parameters(), 1.0, 1.0)
-        return [*norms, norm.item()]
+        return norms
 
     divided = Parallelism(tensor=2, plan=PLAN)
     expected = check(None)

@@ -208,7 +208,7 @@ class Lingering(Dataset[Any]):
 @pytest.mark.parametrize(("nprocs", "workers"), [(1, 0), (1, 1), (2, 1)])
 def test_a_run_stopped_while_it_loads_resumes(tmp_path: Path, nprocs: int, workers: int) -> None:
     settings: dict[str, Any] = {"nprocs": nprocs, "batch_size": 4, "epochs": 1, "num_workers": workers}
-    settings["accumulation"] = 2
+    settings["gradient_accumulation_steps"] = 2
     whole = run(**settings)
     whole.fit(points(48))
     one = run(checkpoint_dir=tmp_path / "c", **settings)

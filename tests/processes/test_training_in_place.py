@@ -97,7 +97,8 @@ class Interrupted(Trainer):
 
 
 def test_an_interrupted_run_leaves_whole_steps() -> None:
-    given, five = trainer(nprocs=1, accumulation=2), trainer(nprocs=1, accumulation=2, max_steps=5)
+    settings: dict[str, Any] = {"nprocs": 1, "gradient_accumulation_steps": 2}
+    given, five = trainer(**settings), trainer(**settings, max_steps=5)
     five.fit(points(160))
     broken = Interrupted(given.model, given.optimizer, given.config, loss_fn=given.loss_fn)
     with pytest.raises(KeyboardInterrupt):
@@ -112,7 +113,7 @@ def test_an_interrupted_run_leaves_whole_steps() -> None:
 
 def test_an_interrupts_traceback_has_the_users_frames_only() -> None:
     """And those of fit, which IPython leaves out."""
-    given = trainer(nprocs=1, accumulation=2)
+    given = trainer(nprocs=1, gradient_accumulation_steps=2)
     broken = Interrupted(given.model, given.optimizer, given.config, loss_fn=given.loss_fn)
     with pytest.raises(KeyboardInterrupt) as caught:
         broken.fit(points(160))
@@ -126,7 +127,7 @@ def test_an_interrupts_traceback_has_the_users_frames_only() -> None:
 
 
 def test_an_interrupted_run_of_a_loaded_checkpoint_goes_on(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"nprocs": 1, "checkpoint_every": 1, "keep": 99}
+    settings: dict[str, Any] = {"nprocs": 1, "checkpoint_every": 1, "save_total_limit": 99}
     whole = trainer(checkpoint_dir=tmp_path / "whole", **settings)
     whole.fit(points(160))
     given = trainer(checkpoint_dir=tmp_path / "c", **settings)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, DistributedWeightedSampler, Parallelism, TrainConfig, shard
-from nblaunch.training.parallel.parallelism import from_accelerate
 from tests.unit.test_sharding import Standing, standing
 
 __all__ = ["standing"]
@@ -126,91 +125,6 @@ def test_units_are_found_innermost_first() -> None:
     assert Parallelism(units=[]).units_of(whole) == {}
     with pytest.raises(ArgumentError, match="units: the ModuleDict has no 'stern': it has stem"):
         Parallelism(units=["stern"]).units_of(whole)
-
-
-# ------------------------------------------------------------------ accelerate's objects
-class Plugin:
-    fsdp_version = 2
-    reshard_after_forward = False
-    cpu_offload: Any = False
-    ignored_modules = None
-    activation_checkpointing = False
-    mixed_precision_policy = None
-    transformer_cls_names_to_wrap: Any = None
-    min_num_params = None
-
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
-
-
-class Config:
-    dp_replicate_size, dp_shard_size, tp_size, cp_size, sp_size = 1, 1, 1, 1, 1
-
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
-
-
-def test_accelerates_objects_mean_the_same() -> None:
-    assert from_accelerate(Plugin()) == Parallelism(reshard_after_forward=False)
-    parallelism = from_accelerate(Plugin(transformer_cls_names_to_wrap=["Layer"], reshard_after_forward=True))
-    assert list(pickle.loads(pickle.dumps(parallelism)).units_of(model())) == ["layers.0", "layers.2"]
-    both = from_accelerate(Plugin(), Config(dp_replicate_size=2, dp_shard_size=2))
-    assert both == Parallelism(shard=2, replicate=2, reshard_after_forward=False)
-
-
-def test_real_objects_of_accelerate_are_taken() -> None:
-    accelerate: Any = pytest.importorskip("accelerate")
-    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
-    assert from_accelerate(plugin).sizes(2) == (1, 2, 1)
-    config = accelerate.parallelism_config.ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)
-    assert from_accelerate(plugin, config).sizes(4) == (2, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("plugin", "config", "message"),
-    [
-        (Plugin(fsdp_version=1), None, "fsdp_version=1: only FSDP2 is supported"),
-        (Plugin(activation_checkpointing=True), None, "activation_checkpointing=True: is not supported"),
-        (Plugin(min_num_params=100), None, "min_num_params: name the classes"),
-        (
-            None,
-            Config(tp_size=2),
-            r"tp_size=2: it names no plan: give parallelism=Parallelism\(tensor=2, plan=\.\.\.\)",
-        ),
-        (None, Config(cp_size=2), "cp_size=2: nblaunch divides no sequences"),
-    ],
-)
-def test_what_accelerate_alone_has_is_refused(plugin: Any, config: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        from_accelerate(plugin, config)
-
-
-def test_an_accelerator_takes_accelerates_objects(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.training.accelerator.rank_roles.world", lambda: standing.place)
-    plugin, config = Plugin(), Config(dp_replicate_size=2, dp_shard_size=2)
-    accelerator = pickle.loads(pickle.dumps(Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)))
-    assert accelerator.parallelism == Parallelism(shard=2, replicate=2, reshard_after_forward=False)
-    assert accelerator.parallelism_config.dp_shard_size == 2
-    assert (accelerator.distributed_type, accelerator.torch_device_mesh) == ("NO", None)
-    places: list[tuple[int, int]] = []
-    for rank in range(4):
-        standing.at(rank, 4)
-        assert accelerator.distributed_type == accelerator.state.distributed_type == "FSDP"
-        assert accelerator.is_fsdp2
-        assert accelerator.state.fsdp_plugin is accelerator.fsdp_plugin
-        places.append((accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank))
-        assert accelerator.tensor_parallel_rank == 0
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    with accelerator.maybe_context_parallel(buffers=[], buffer_seq_dims=[]):
-        pass
-    divided = Accelerator(cpu=True, parallelism=Parallelism(shard=False, tensor=2, plan=PLAN))
-    assert (divided.distributed_type, divided.is_fsdp2, divided.data_parallel_rank) == ("MULTI_CPU", False, 1)
-    assert divided.tensor_parallel_rank == 1
-    assert Accelerator().data_parallel_rank == 3
-    with pytest.raises(ArgumentError, match="fsdp_version=1: only FSDP2 is supported: give fsdp_version=2"):
-        Accelerator(fsdp_plugin=Plugin(fsdp_version=1))
-    with pytest.raises(ArgumentError, match=r"parallelism=Parallelism\(.* beside parallelism_config: give one"):
-        Accelerator(parallelism=Parallelism(), parallelism_config=config)
 
 
 def test_a_training_run_takes_a_parallelism() -> None:

@@ -31,12 +31,11 @@ from nblaunch.training.trainer.trainer_data import loader_of
         ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
         ({"nprocs": "two"}, r"nprocs='two': must be a whole number"),
         ({"checkpoint_every": True}, r"checkpoint_every=True: must be a whole number"),
-        ({"accumulation": None}, r"accumulation=None: must be a whole number"),
-        ({"clip": 0.0}, r"clip=0\.0: use a norm above 0, or None"),
-        ({"clip": math.nan}, r"clip=nan: use a norm above 0"),
+        ({"gradient_accumulation_steps": None}, r"gradient_accumulation_steps=None: must be a whole number"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0: use a norm above 0, or None"),
+        ({"max_grad_norm": math.nan}, r"max_grad_norm=nan: use a norm above 0"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of constant, linear, cosine, or a function"),
         ({"schedule": 3}, r"schedule=3: use one of constant, linear, cosine, or a function"),
-        ({"extend_schedule": "more"}, r"extend_schedule='more': must be one of 'stretch', 'restart'"),
         ({"seed": "a"}, r"seed='a'"),
         ({"resume": "yes"}, r"resume='yes': use True or False"),
         ({"higher_is_better": "max"}, r"higher_is_better='max': use True or False"),
@@ -51,7 +50,6 @@ from nblaunch.training.trainer.trainer_data import loader_of
         ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of 'cpu', 'auto'"),
         ({"max_steps": 0}, r"max_steps=0: must be a whole number, at least 1"),
         ({"validate_every": 0}, r"validate_every=0: must be a whole number, at least 1"),
-        ({"weigh": "tokens"}, r"weigh='tokens': must be one of 'samples', 'batches'"),
         ({"restore_best": 1}, r"restore_best=1: use True or False"),
         (
             {"ddp_kwargs": ["bucket_cap_mb"]},
@@ -261,7 +259,7 @@ class Rates:
         )
 
 
-def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float]:
+def rates_of(folder: Path, epochs: int) -> list[float]:
     """The learning rates of a run of four steps an epoch, in this process."""
     model, rates = nn.Linear(1, 1), Rates()
     config = TrainConfig(
@@ -269,7 +267,6 @@ def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float
         epochs=epochs,
         batch_size=2,
         schedule="cosine",
-        extend_schedule=extend,
         checkpoint_dir=folder,
         checkpoint_every=1,
         compute_setup="cpu",
@@ -286,18 +283,9 @@ def cosine(step: int, steps: int) -> float:
 
 def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
     assert rates_of(tmp_path, 1) == pytest.approx([cosine(step, 4) for step in range(4)])
-    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 12 steps it jumps to 0\.75.*\"restart\""):
+    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 12 steps it jumps to 0\.75.*progress=False"):
         rates = rates_of(tmp_path, 3)
     assert rates == pytest.approx([cosine(step, 12) for step in range(4, 12)])
-    assert rates_of(tmp_path, 4, "stretch") == pytest.approx([cosine(step, 16) for step in range(12, 16)])
-
-
-def test_more_epochs_can_restart_the_schedule(tmp_path: Path) -> None:
-    rates_of(tmp_path, 1)
-    expected = [cosine(step, 8) for step in range(8)]
-    assert rates_of(tmp_path, 3, "restart") == pytest.approx(expected)
-    (tmp_path / "step-12.pt").unlink()  # as if it had been broken off
-    assert rates_of(tmp_path, 3, "restart") == pytest.approx(expected[7:])
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -389,18 +377,6 @@ def test_random_states_come_back_from_a_file(tmp_path: Path) -> None:
     drawn = (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist())
     checkpoint.restore_random_states(checkpoint.read(path))
     assert (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()) == drawn
-
-
-def test_checkpoints_with_the_old_keys_are_resumed(tmp_path: Path) -> None:
-    """Version 0.1.0 wrote "standing" for "progress", and "beyond" for the "nonfinite" of the mean loss."""
-    whole = rates_of(tmp_path / "new", 1)
-    path = tmp_path / "old" / "step-3.pt"
-    state = checkpoint.read(tmp_path / "new" / "step-3.pt")
-    state["standing"] = state.pop("progress")
-    for own in state["ranks"]:
-        own["loss"]["beyond"] = own["loss"].pop("nonfinite")
-    checkpoint.write(state, path)
-    assert rates_of(tmp_path / "old", 1) == pytest.approx(whole[3:])
 
 
 def test_a_running_mean_goes_on_from_a_file(tmp_path: Path) -> None:

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+import builtins
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import precision
-from nblaunch.training.accelerator import plugin_settings
-from nblaunch.training.accelerator.batch_size_search import release_memory
-from nblaunch.training.accelerator.gradient_accumulation import GradientState
-from nblaunch.training.accelerator.preparation import Preparation, move_batch, unwrapped
-from nblaunch.training.accelerator.rank_collectives import RankCollectives
-from nblaunch.training.accelerator.trackers import Trackers
+from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.argument_names import named_arguments
+from nblaunch.training import collectives, precision
+from nblaunch.training.accelerator.preparation import Preparation, move_batch
 from nblaunch.training.distribute import distributed
-from nblaunch.training.parallel.sharded_models import clip_grad_norm, is_sharded
-from nblaunch.training.pytree import parameters_of, tree_leaves
+from nblaunch.training.parallel.parallelism import Parallelism
+from nblaunch.training.parallel.sharded_models import clip_grad_norm, has_sharded_parameters, is_sharded
+from nblaunch.training.parallel.sharded_states import full_state
+from nblaunch.training.pytree import tree_leaves
+from nblaunch.training.seeding import checked_seed
 from nblaunch.training.states import checkpoint
-from nblaunch.training.states.state_files import StateFiles
+from nblaunch.training.states.prepared_objects import PreparedObjects
+from nblaunch.training.states.saved_states import SavedStates
+from nblaunch.training.topology import ensure_group, own_device, world
+from nblaunch.training.wrappers import GradientState, unwrapped
 
-T = TypeVar("T")
 
-
-class Accelerator(StateFiles, Trackers, RankCollectives):
+@named_arguments
+class Accelerator:
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
-    the ranks that it is sent to. In a single process on the CPU it only prepares loaders, so the same cell runs without
-    a launch. Every rank must call the methods marked as collectives. `save_state` and `load_state` resume a loop
-    exactly.
+    the ranks that it is sent to. The same cell runs without a launch. Every rank must call the methods marked as
+    collectives. `save_state` and `load_state` resume a loop exactly.
 
     Args:
         nprocs: Ranks that `distribute` launches. Default: one per GPU; 2 without GPUs.
@@ -54,112 +52,116 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
         seed: Seed of the order of prepared loaders. Default: that of the loader's own generator, else that of
             ``torch.manual_seed`` or `seed_everything`: rank 0's, when `prepare` is called.
-        semantics: ``"exact"``: as described here. ``"accelerate"``: as accelerate where the two differ: schedules
-            count steps of each rank, loaders take their order from torch's generators and repeat samples so that all
-            batches are whole, every optimizer step divides by `gradient_accumulation_steps`, and `load_state` does not
-            move loaders. Default: like ``"exact"``; if accelerate's arguments are given, a process warns once about
-            each difference.
-        schedule_steps: What one ``step`` of a prepared scheduler counts. ``"optimizer"``: an optimizer step, so the
-            schedule is the same for any number of ranks. ``"rank"``: an optimizer step of each rank, so N ranks take
-            N steps at once, as accelerate does unless it is given ``split_batches=True``. Default: like
-            ``"optimizer"``; with several ranks `prepare` warns that the two differ.
-        step_scheduler_with_optimizer: Whether schedulers wait for their optimizer's step (default). False: each
-            ``step`` counts, whatever the optimizer does; for schedules of epochs.
-        cpu: Compute on the CPU: ``compute_setup="cpu"``.
-        device_placement: Whether modules, states of optimizers and batches move to the device (default).
-        split_batches: Whether a loader's batch size is that of all ranks together. Default: of each rank.
-        dataloader_config: accelerate's ``DataLoaderConfiguration``, or a mapping of its fields.
-        rng_types: Global generators (``"torch"``, ``"cuda"``) whose states each pass over a loader takes from rank 0.
-        gradient_accumulation_plugin: accelerate's ``GradientAccumulationPlugin``, or a mapping of its fields.
-        kwargs_handlers: accelerate's ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
-            ``InitProcessGroupKwargs``, ``AutocastKwargs`` and ``ProfileKwargs``.
-        fsdp_plugin: accelerate's ``FullyShardedDataParallelPlugin(fsdp_version=2)``, for the same `parallelism`.
-        parallelism_config: accelerate's ``ParallelismConfig``, for the same `parallelism`. With ``tp_size`` give a
-            `Parallelism` instead, for its `plan`.
-        log_with: ``"tensorboard"``, ``"wandb"``, ``"all"`` for those that are installed, objects with the interface of
-            accelerate's ``GeneralTracker``, or a list of these. See `init_trackers`.
-        project_dir: The folder of the trackers' files, and of `save_state` without arguments, unless `project_config`
-            names others.
-        project_config: accelerate's ``ProjectConfiguration``, or an object with its attributes.
 
     Raises:
-        ArgumentError: An argument is wrong; the message names it. Or only accelerate has it; the message says what to
-            use instead. Attributes that only accelerate has raise an `AbsentNameError`.
+        ArgumentError: An argument is wrong or unknown; the message names it.
     """
 
+    def __init__(
+        self,
+        nprocs: int | None = None,
+        compute_setup: str = "auto",
+        log_setup: str = "cpu",
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+        *,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        ddp_kwargs: Mapping[str, Any] | None = None,
+        parallelism: Parallelism | None = None,
+        seed: int | None = None,
+    ) -> None:
+        given: Any = dtype
+        if given is not None and not (isinstance(given, torch.dtype) and (given.is_floating_point or given.is_complex)):
+            raise ArgumentError(f"dtype={given!r}: must be a floating-point or complex type, such as torch.float32")
+        if parallelism is not None and not isinstance(parallelism, Parallelism):
+            raise ArgumentError(f"parallelism={parallelism!r:.80}: must be a Parallelism, such as Parallelism()")
+        precision.precision_of(mixed_precision)
+        self.nprocs = None if nprocs is None else whole_number("nprocs", nprocs, least=1)
+        self.compute_setup = one_of("compute_setup", compute_setup, ("auto", "cpu", "gpu"))
+        self.log_setup = one_of("log_setup", log_setup, ("cpu", "auto"))
+        self.dtype = dtype
+        self.backend = None if backend is None else one_of("backend", backend, ("gloo", "nccl"))
+        self._mixed_precision = mixed_precision
+        self._every = whole_number("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
+        self.ddp_kwargs = dict(ddp_kwargs or {})
+        self.parallelism = parallelism
+        self.seed = checked_seed(seed)
+        self._registered: list[Any] = []
+        self._prepared = PreparedObjects()
+        self._gradient_state: GradientState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_prepared": PreparedObjects(), "_gradient_state": None}  # these belong to this process
+
+    # ------------------------------------------------------------------ position
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return own_device(self.compute_setup)
+
+    @property
+    def log_device(self) -> torch.device:
+        """The device of the tensors that `all_reduce_dict` returns."""
+        return torch.device("cpu") if self.log_setup == "cpu" else self.device
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"`` or ``"bf16"``."""
+        return precision.precision_of(self._mixed_precision)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, over all machines."""
+        return world().rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its machine."""
+        return world().local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return world().size
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute on the same samples: those of one tensor-parallel group."""
+        return 1 if self.parallelism is None else self.parallelism.copies(world().size)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return world().rank == 0
+
     # ------------------------------------------------------------------ preparing
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    def prepare(self, *objects: Any) -> Any:
         """Prepare objects for the ranks: any number, in any order, inside pytrees too. A collective.
 
         Modules go to the device and dtype, and into DDP if there are other ranks and something to train. With
-        `parallelism` the ranks divide them in place, and optimizers of them get the new parameters. Optimizers are
-        wrapped only if accumulation or float16 must decide when they step, or if `semantics` or accelerate's arguments
-        are given. The same holds for schedulers: unless `schedule_steps` says otherwise they count optimizer steps, so
-        with 4 ranks a schedule of 1000 steps takes 1000 steps, where accelerate's takes 250.
-        DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
-        back unchanged.
-
-        In a single process too, a DataLoader is sharded: its order comes from the seed, as with several ranks. One of
-        a subclass of DataLoader is sharded only if its batches must be moved (a GPU, a `dtype`), its last batch
-        detected (accumulation), or its order drawn from `seed`. Otherwise it comes back unchanged, and has no position
-        in `save_state`: prepare ``shard(loader)`` for that, or for ``is_last``.
-
-        Args:
-            objects: What to prepare.
-            device_placement: For each object whether it moves to the device. Default: as in the constructor.
+        `parallelism` the ranks divide them in place, and optimizers of them get the new parameters. Optimizers and
+        schedulers are wrapped only if accumulation or float16 must decide when they step. A schedule counts optimizer
+        steps, for any number of ranks. DataLoaders give each rank its part, on the device, and have a position (see
+        `nblaunch.training.data.shard`). Other objects come back unchanged.
 
         Returns:
             A single object as itself, several as a tuple.
 
         Raises:
-            ArgumentError: An object is a `Prefetcher`: prepare its loader, and wrap that. Or `device_placement` does
-                not fit the objects.
+            ArgumentError: An object is a `Prefetcher`: prepare its loader, and wrap that.
         """
-        prepared = self._preparation().all(objects, device_placement)
+        prepared = self._preparation().all(objects)
         self._prepared.add(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """`prepare` a module; with `evaluation_mode` without DDP. A collective."""
-        return self._noted(self._preparation(device_placement).module(model, evaluation_mode))
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """`prepare` an optimizer."""
-        return self._noted(self._preparation(device_placement).optimizer(optimizer))
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
-        """`prepare` a scheduler."""
-        return self._noted(self._preparation().scheduler(scheduler))
-
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
-    ) -> DataLoader[Any]:
-        """`prepare` a DataLoader."""
-        return self._noted(self._preparation(device_placement).loader(data_loader))
-
-    def _noted(self, prepared: T) -> T:
-        """Return the object; saved states hold it."""
-        self._prepared.add((prepared,))
-        return prepared
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch, any pytree, on the device; `dtype` applies to floating-point and complex tensors only."""
         return move_batch(batch, self.device, self.dtype)
 
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
-        """Return the user's own module, without DDP or ``torch.compile`` around it.
-
-        Args:
-            model: A prepared module.
-            keep_fp32_wrapper: Whether its forward still runs in mixed precision, as further training needs (default).
-                False removes that from the module, and so from the prepared one too.
-        """
-        own = unwrapped(model)
-        if not keep_fp32_wrapper:
-            precision.plain_forward(own)
-        return own
+    def unwrap_model(self, model: Any) -> Any:
+        """Return the user's own module, without DDP or ``torch.compile`` around it."""
+        return unwrapped(model)
 
     def distribute(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Return a function that runs `fun` over `nprocs` ranks when a notebook calls it; in a rank it just calls it.
@@ -183,28 +185,14 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
 
     # ------------------------------------------------------------------ training
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self._every
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the current batch ends an optimizer step."""
         return self._gradients.sync
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._gradients.sync = value
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """The state of accumulation, with accelerate's names."""
-        return self._gradients
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of float16, else None."""
-        return self._gradients.scaler
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether infinite gradients made an optimizer skip its last step."""
-        return self._gradients.has_skipped()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context for one batch. Every `gradient_accumulation_steps`-th and a loader's last end a step.
@@ -213,13 +201,6 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         step that a ``break`` leaves unfinished continues with the next batch.
         """
         return self._gradients.accumulate(models)
-
-    @contextmanager
-    def no_sync(self, *models: nn.Module) -> Iterator[None]:
-        """A context in which ranks exchange no gradients of these modules (default: of all)."""
-        with ExitStack() as stack:
-            self._gradients.enter_no_sync(stack, models)
-            yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward``, with the loss divided by the batches of its optimizer step, and scaled for float16.
@@ -241,62 +222,102 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
 
         The norm is that of whole gradients, also where ranks divide them; then this is a collective.
         """
-        own = _as_list(parameters)
+        own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
             return None
         self._gradients.unscale(own)
         return clip_grad_norm(own, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip each gradient's value; between optimizer steps do nothing."""
-        own = _as_list(parameters)
-        if self.sync_gradients:
-            self._gradients.unscale(own)
-            nn.utils.clip_grad_value_(own, clip_value, foreach=False if any(map(is_sharded, own)) else None)
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision. Prepared modules enter it themselves."""
+        return precision.autocast(self.device, self.mixed_precision)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of float16, of some prepared optimizers (default: of all), once per step."""
-        given = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        chosen = [parameter for own in given for parameter in parameters_of(own)]
-        self._gradients.unscale(None if optimizer is None else chosen)
+    # ------------------------------------------------------------------ collectives
+    def all_reduce_dict(self, d: Mapping[Any, Any], op: str = "mean") -> dict[Any, Any]:
+        """Reduce a dict of numbers and tensors over all ranks, to the same bits on each. A collective.
 
-    @staticmethod
+        It takes one collective if each rank's values pickle to at most 1,016 bytes (some 25 numbers with names), else
+        two. Ranks that compute on the same samples (`copies`) count as one.
+
+        Args:
+            d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
+                every rank. A number that is a float on one rank is a float on all.
+            op: ``"mean"`` (default; ``"avg"`` is the same), ``"sum"``, ``"max"`` or ``"min"``. Ints are summed exactly,
+                and their mean is a float; floats are summed in float64. Tensors keep their shape, and their dtype
+                except for means of integers (float64) and sums of bools (int64); they are returned on `log_device`.
+
+        Raises:
+            ArgumentError: On every rank: names, types or shapes differ between ranks (the message says how), or a
+                value has another type.
+        """
+        self._join()
+        return collectives.all_reduce_dict(d, op, self.log_device, self.copies)
+
+    def gather(self, nest: Any) -> Any:
+        """Concatenate every tensor of a pytree along dimension 0, by rank. A collective.
+
+        The first dimensions may differ between ranks. A tensor without dimensions counts as one row.
+
+        Raises:
+            ArgumentError: On every rank: other dimensions, dtypes or the pytrees themselves differ.
+        """
+        self._join()
+        return collectives.gather(nest)
+
+    def gather_for_metrics(self, nest: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without results of repeated samples: over a pass each sample counts once. A collective.
+
+        Objects that are not tensors, or anything with `use_gather_object`, come back as a list of the ranks' values,
+        or of their elements if the values are lists or tuples.
+        """
+        self._join()
+        is_padding = self._gradients.is_padding or self.rank % self.copies != 0
+        return collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
+
+    def reduce(self, nest: Any, reduction: str = "sum") -> Any:
+        """Combine every tensor of a pytree over the ranks. A collective.
+
+        Ranks that compute on the same samples (`copies`) count as one.
+
+        Args:
+            nest: Tensors, of the same shapes and dtypes on every rank.
+            reduction: ``"sum"`` (default), ``"mean"`` or ``"max"``. Sums of bools are int64, means of integers float64;
+                all else keeps its dtype.
+
+        Raises:
+            ArgumentError: On every rank: shapes, dtypes or the pytrees themselves differ, or ``"max"`` of complex
+                numbers was requested.
+        """
+        self._join()
+        return collectives.reduce(nest, reduction, self.copies)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object, of any kind, on every rank; GPU tensors on each rank's own GPU. A collective."""
+        self._join()
+        return collectives.broadcast(obj, src, self.device)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has called it. A collective."""
+        self._join()
+        collectives.barrier()
+
     @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """A context in which ``backward`` exchanges gradients, although the forward ran in `no_sync`."""
-        if not isinstance(model, DistributedDataParallel):
-            yield
-            return
-        ddp: Any = model
-        earlier = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-        ddp.reducer.prepare_for_backward([])  # DDP does it in a forward, and this one's was without exchange
+    def main_process_first(self) -> Iterator[None]:
+        """Run the body on rank 0 before the others, such as a download that the others then find. A collective."""
+        if not self.is_main_process:
+            self.wait_for_everyone()
         try:
             yield
         finally:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = earlier
+            if self.is_main_process:  # release the others even if the body failed
+                self.wait_for_everyone()
 
-    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision. Prepared modules enter it themselves.
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """Call Python's ``print`` on the main process only."""
+        if self.is_main_process:
+            builtins.print(*values, **kwargs)  # noqa: T201  # the user's
 
-        Args:
-            autocast_handler: ``enabled`` and ``cache_enabled``, as accelerate's ``AutocastKwargs``. Default: those of
-                ``kwargs_handlers``, else torch's.
-        """
-        handlers = self._handlers if autocast_handler is None else plugin_settings.read_handlers([autocast_handler])
-        return precision.autocast(self.device, self.mixed_precision, handlers.autocast)
-
-    @staticmethod
-    def maybe_context_parallel(**buffers: Any) -> AbstractContextManager[None]:
-        """A context that does nothing: sequences are not divided, and a ``cp_size`` is refused."""
-        return nullcontext()
-
-    @staticmethod
-    def verify_device_map(model: nn.Module) -> bool:
-        """Return True if a part of the module was spread over devices by ``device_map``: it cannot be trained."""
-        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
-
-    # ------------------------------------------------------------------ files and memory
+    # ------------------------------------------------------------------ files
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
         """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays.
 
@@ -311,25 +332,105 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         if self.is_main_process:
             checkpoint.write(obj, Path(path))
 
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Forget what was prepared, collect garbage and empty the GPU's cache.
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the ``state_dict`` of the user's own module, without wrappers.
+
+        Where ranks divide the module this is a collective: every rank must call it. It gives the whole state on rank
+        0's CPU; on other ranks an empty dict.
+        """
+        return full_state(model) if has_sharded_parameters(model) else unwrapped(model).state_dict()
+
+    def save_state(self, output_dir: str | Path) -> Path:
+        """Save the state of everything that was prepared, to resume exactly. A collective.
+
+        It holds the prepared modules, optimizers, schedulers and the gradient scaler; the random states of each rank
+        (Python's, NumPy's, torch's); the positions of prepared loaders; and registered objects. Prepared objects that
+        no longer exist are left out. Gradients are not saved: save between optimizer steps.
+
+        The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
+        the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
+        group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
+        ... are the ``state_dict`` of the users' own modules. Where ranks divide models (`parallelism`), their whole
+        states are gathered on rank 0, which needs CPU memory for them.
+
+        Args:
+            output_dir: The folder. A state that is there is replaced.
 
         Returns:
-            A None for each object, for the variables that hold them: ``model, data = free_memory(model, data)``.
-        """
-        if self._gradient_state is not None:
-            self._gradient_state.forget()
-        self._prepared.clear()
-        released: list[None] = [None] * len(objects)
-        del objects
-        release_memory()
-        return released
+            The folder.
 
-    clear = free_memory
+        Raises:
+            ArgumentError: `output_dir` holds files that are not of a saved state, or `accumulate` has begun an
+                optimizer step and not finished it.
+            OSError: On every rank, if one cannot write.
+        """
+        self._join()
+        return self._states.save(output_dir)
+
+    def load_state(self, input_dir: str | Path, *, strict: bool = True, weights_only: bool = True) -> None:
+        """Restore a state that `save_state` wrote. A collective.
+
+        Prepare the same objects in the same order first, and register the same objects. Everything is checked before
+        anything changes.
+
+        Break off a loop over a prepared loader before you load: a pass in progress does not move. Prepared loaders
+        continue at their batch: the next pass yields those that were left. `skip_first_batches` with a script's own
+        count does not skip twice, see there.
+
+        On the CPU a run of one or two ranks that continues reaches bit-equal weights; with more ranks they are equal up
+        to rounding, because DDP sums the gradients of its first step in another order. With another number of ranks the
+        remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states derived
+        from rank 0's. Ranks may divide the models in another way than those that saved, or not at all. The modules'
+        gradients are cleared.
+
+        Args:
+            input_dir: The folder.
+            strict: Whether the names of the modules' weights must be those that were saved.
+            weights_only: Whether files are read without running code (default). False is for registered objects whose
+                state holds other types than tensors, numbers and strings, from a folder that you trust.
+
+        Raises:
+            ArgumentError: On every rank: there is no such folder; it is incomplete or damaged; or it is of another
+                model or other objects. The message says which.
+        """
+        self._join()
+        self._states.load(input_dir, strict=strict, weights_only=weights_only)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load the states of these objects too: anything with ``state_dict`` and ``load_state_dict``.
+
+        Rank 0's state is saved, and loaded on every rank. It should hold tensors, numbers, strings, and containers of
+        these; other types are pickled, and `load_state` then asks for ``weights_only=False``.
+
+        Raises:
+            ArgumentError: An object lacks one of the two methods.
+        """
+        for thing in objects:
+            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
+            if missing:
+                raise ArgumentError(f"objects: {thing!r:.80} has no {' and no '.join(missing)}: it needs both methods")
+            if not any(thing is other for other in self._registered):
+                self._registered.append(thing)
 
     # ------------------------------------------------------------------ inside
-    def _preparation(self, places: bool | None = None) -> Preparation:
-        """Return what prepares objects, for this process. Without `places` as in ``device_placement``."""
+    def _join(self) -> None:
+        """Ensure a process group before a collective: a launch has one, under torchrun and srun it is made now."""
+        if not world().is_shared:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # nccl uses the current device
+        ensure_group(self.backend)
+
+    @property
+    def _gradients(self) -> GradientState:
+        """This process's state of accumulation, made on first use."""
+        if self._gradient_state is None:
+            scaler = precision.scaler_for(self.device, self.mixed_precision)
+            self._gradient_state = GradientState(self._every, scaler)
+        return self._gradient_state
+
+    def _preparation(self) -> Preparation:
+        """Return what prepares objects, in this process."""
         self._join()
         return Preparation(
             self.device,
@@ -338,14 +439,11 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
             self._gradients,
             seed=self.seed,
             ddp_kwargs=self.ddp_kwargs,
-            schedule_steps=self._counted_steps,
-            loaders=self.dataloader_config,
-            rng_types=tuple(self.rng_types),
-            places=self.device_placement if places is None else places,
             parallelism=self.parallelism,
             copies=self.copies,
         )
 
-
-def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    @property
+    def _states(self) -> SavedStates:
+        """What saves and loads the prepared objects of this process."""
+        return SavedStates(self._prepared, self._registered, self._gradients, self.copies)

@@ -1,12 +1,12 @@
-"""`Accelerator.prepare`: prepares modules, optimizers, schedulers and loaders for the ranks, and undoes it."""
+"""`Accelerator.prepare`: prepares modules, optimizers, schedulers and loaders for the ranks."""
 
 from __future__ import annotations
 
 import functools
 import io
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training.accelerator.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
-from nblaunch.training.accelerator.plugin_settings import LoaderSettings, wrap_in_ddp
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
-from nblaunch.training.data.repeating_loader import RepeatingLoader
-from nblaunch.training.data.sharded_loader import ShardedLoader, agreed_seed, divide_batches, shard
+from nblaunch.training.data.sharded_loader import ShardedLoader, agreed_seed, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.parallel.sharded_models import (
@@ -34,8 +31,8 @@ from nblaunch.training.parallel.sharded_models import (
 )
 from nblaunch.training.precision import cast_forward
 from nblaunch.training.pytree import dtype_for, parameters_of, to_device, tree_leaves, tree_map
-from nblaunch.training.states import gradient_order
 from nblaunch.training.topology import data_world, world
+from nblaunch.training.wrappers import GradientState, SteppedOptimizer, SteppedScheduler, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +43,33 @@ class Preparation:
     dtype: torch.dtype | None
     precision: str
     gradient_state: GradientState
-    seed: int | None = None
-    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    schedule_steps: str | None = None
-    """As in `Accelerator`; ``"call"`` if schedulers do not wait for their optimizer's step."""
-    loaders: LoaderSettings = field(default_factory=LoaderSettings)
-    rng_types: tuple[str, ...] = ()
-    """The generators whose states loaders that repeat take from rank 0."""
-    places: bool = True
-    """Whether modules, the states of optimizers, and batches move to the device."""
-    parallelism: Parallelism | None = None
-    copies: int = 1
+    seed: int | None
+    ddp_kwargs: Mapping[str, Any]
+    parallelism: Parallelism | None
+    copies: int
     """Ranks that compute on the same samples."""
 
-    def all(self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
-        """Return the objects, prepared; `placement` says which of them move to the device. A collective."""
-        chosen = [None] * len(objects) if placement is None else list(placement)
-        if len(chosen) != len(objects):
-            raise ArgumentError(
-                f"device_placement has {len(chosen)} values: give one for each of {len(objects)} objects"
-            )
+    def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the objects, prepared. A collective."""
         leaves = {id(leaf): leaf for leaf in tree_leaves(objects)}
-        stays = {
-            id(leaf) for given, own in zip(objects, chosen, strict=True) if own is False for leaf in tree_leaves(given)
-        }
-        moves = {id(leaf) for given, own in zip(objects, chosen, strict=True) if own for leaf in tree_leaves(given)}
         if any(isinstance(leaf, Prefetcher) for leaf in leaves.values()):
             raise ArgumentError(
                 "a Prefetcher cannot be prepared, because it reads ahead of the loader that accumulation follows: "
                 "prepare the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
             )
-        if self.schedule_steps is None and world().rank == 0 and world().is_shared:
-            self._warn_about_schedulers(leaves.values())
         if world().rank == 0 and data_world(self.copies).is_shared:
             _warn_about_undivided(leaves.values())
         ready: dict[int, Any] = {}
-        phases: tuple[tuple[type, Callable[[Preparation, Any], Any]], ...] = (
-            (nn.Module, Preparation.module),
-            (Optimizer, Preparation.optimizer),  # after the modules, which move its parameters
-            (LRScheduler, Preparation.scheduler),
-            (DataLoader, Preparation.loader),
+        phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (nn.Module, self.module),
+            (Optimizer, self.optimizer),  # after the modules, which move its parameters
+            (LRScheduler, self.scheduler),
+            (DataLoader, self.loader),
         )
         for kind, prepare in phases:
             for key, leaf in leaves.items():
                 if isinstance(leaf, kind):
-                    places = key not in stays and (self.places or key in moves)
-                    ready[key] = prepare(replace(self, places=places), leaf)
+                    ready[key] = prepare(leaf)
         _compare_lengths([leaf for leaf in ready.values() if isinstance(leaf, DataLoader)])
         prepared: tuple[Any, ...] = tree_map(lambda leaf: ready.get(id(leaf), leaf), objects)
         return prepared
@@ -102,7 +80,6 @@ class Preparation:
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
             self.gradient_state.add_module(module)
-            gradient_order.follow(module)
             return module
         if has_sharded_parameters(module):
             self._check_divided(module)
@@ -119,10 +96,9 @@ class Preparation:
         self._place(module)
         cast_forward(module, self.device, self.precision)
         if not evaluates and world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
-            device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" and self.places else {}
-            module = wrap_in_ddp(module, {**device_ids, **self.ddp_kwargs})
+            device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
+            module = DistributedDataParallel(module, **{**device_ids, **self.ddp_kwargs})
             self.gradient_state.add_module(module)
-            gradient_order.follow(module)
         return module
 
     @property
@@ -161,7 +137,7 @@ class Preparation:
 
     def _place(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
-        if self.places and any(tensor.device != self.device for tensor in tensors):
+        if any(tensor.device != self.device for tensor in tensors):
             module.to(self.device)
         self._cast(module)
 
@@ -188,84 +164,37 @@ class Preparation:
                 "to no module that the ranks have divided: make the optimizer of the module's parameters, and prepare "
                 "the module before it or with it"
             )
-        if self.places:
-            move_state(optimizer)
+        move_state(optimizer)
         if not self.gradient_state.needs_wrappers:
-            self.gradient_state.add_plain(optimizer)
             return optimizer
         self.gradient_state.add_optimizer(optimizer)
         return SteppedOptimizer(optimizer, self.gradient_state)
 
     def scheduler(self, scheduler: LRScheduler) -> LRScheduler:
-        """Wrap the scheduler if its steps depend on its optimizer's or on the number of ranks."""
+        """Wrap the scheduler if its steps depend on its optimizer's."""
         if isinstance(scheduler, SteppedScheduler):
             if scheduler.gradient_state is self.gradient_state:
                 return scheduler
             scheduler = scheduler.inner
         _restore_step_tracking(scheduler)
-        per_rank = self.schedule_steps == "rank"
-        if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
+        if not self.gradient_state.needs_wrappers:
             return scheduler
-        return SteppedScheduler(scheduler, self.gradient_state, per_rank, self.copies)
-
-    def _warn_about_schedulers(self, leaves: Any) -> None:
-        """Warn that a scheduler's steps differ from accelerate's, unless the user has chosen."""
-        if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
-            ranks = data_world(self.copies).size
-            if ranks == 1:
-                return
-            warn(
-                f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
-                f"where accelerate's would take {ranks}. "
-                'Use Accelerator(schedule_steps="optimizer") for one step, or schedule_steps="rank" for accelerate\'s',
-                once="schedule_steps",
-            )
+        return SteppedScheduler(scheduler, self.gradient_state)
 
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Shard the loader and move its batches. Alone, one of the user's own class may stay as it is."""
-        moves = self.dtype is not None or (self.places and self.device.type != "cpu")
-        counts = self.gradient_state.every > 1 or self.loaders.use_stateful_dataloader
-        seed = self.loaders.data_seed if self.seed is None else self.seed
-        is_exact = world().is_shared or moves or counts or seed is not None
-        repeats = self.gradient_state.semantics == "accelerate"
-        if not (is_exact or repeats) and type(loader) is not DataLoader and not isinstance(loader, ShardedLoader):
-            return loader
-        device = self.device if self.places else None
-        move = functools.partial(move_batch, device=device, dtype=self.dtype) if moves else None
-        if self.loaders.split_batches and world().is_shared and not isinstance(loader, ShardedLoader):
-            loader = divide_batches(loader, data_world(self.copies).size)
-        if repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
-            loader = RepeatingLoader(loader, self.loaders, self.rng_types)
-        if seed is None and not repeats:
-            seed = agreed_seed(loader)
-        prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self.copies)
+        """Shard the loader, and move its batches to the device and dtype."""
+        moves = self.dtype is not None or self.device.type != "cpu"
+        move = functools.partial(move_batch, device=self.device, dtype=self.dtype) if moves else None
+        seed = agreed_seed(loader) if self.seed is None else self.seed
+        prepared = shard(loader, seed=seed, move=move, copies=self.copies)
         prepared.observer = self.gradient_state
-        if self.gradient_state.semantics == "moved" and is_exact and world().rank == 0:
-            warn(
-                "prepared loaders draw the order of samples from their seed, and repeat no sample: the last batches "
-                "are smaller. accelerate draws the order from torch's generators, and fills the last batches with the "
-                'first samples. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as '
-                "it does",
-                once="order of samples",
-            )
         return prepared
 
 
-def move_batch(batch: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    """Return the batch on the device (None: where it is); copies from pinned memory are asynchronous."""
-    return to_device(batch, device, dtype, non_blocking=device is not None and device.type == "cuda")
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Return the batch on the device; copies from pinned memory are asynchronous."""
+    return to_device(batch, device, dtype, non_blocking=device.type == "cuda")
 
 
 def move_state(optimizer: Optimizer) -> None:

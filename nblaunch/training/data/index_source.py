@@ -208,7 +208,6 @@ class IndexPass:
     """One per batch."""
     loads_here: bool
     """Whether this process loads, not workers."""
-    seeds_batches: bool = True
     notes: deque[BatchNote] = field(default_factory=deque)
     """Of the batches that were requested and not yielded, in order."""
     loading: ExitStack = field(default_factory=ExitStack)
@@ -217,9 +216,9 @@ class IndexPass:
     def __iter__(self) -> Iterator[Any]:
         for (share, is_last), seed in zip(with_last(self.shares), self.seeds, strict=False):
             self.notes.append(BatchNote.of(share, is_last))
-            if self.loads_here and self.seeds_batches:
+            if self.loads_here:
                 self.loading.enter_context(seeded(seed))
-            yield Seeded(seed, share.items) if self.seeds_batches and not self.loads_here else share.items
+            yield share.items if self.loads_here else Seeded(seed, share.items)
 
 
 class IndexFeed:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice, pairwise
+from itertools import count, islice
 from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.argument_checks import whole_number
@@ -46,8 +46,6 @@ class _Pass:
     size: int | None
     taken: int = 0
     note: BatchNote = field(default_factory=BatchNote)
-    states: dict[str, Any] = field(default_factory=dict)
-    """Random states to resume from, if the order comes from torch's generators."""
 
     def take(self, note: BatchNote) -> None:
         self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
@@ -475,49 +473,6 @@ def agreed_seed(loader: DataLoader[Any]) -> int | None:
     return seed
 
 
-def divide_batches(loader: DataLoader[T_co], ranks: int) -> DataLoader[T_co]:
-    """Return a copy of the loader whose batches are smaller, so that all ranks together take one of the original's.
-
-    Raises:
-        ArgumentError: The batch size is unknown, or no multiple of the number of ranks.
-    """
-    inner: Any = loader.batch_sampler
-    size: Any = getattr(inner, "batch_size", None) if loader.batch_size is None else loader.batch_size
-    if not isinstance(size, int) or size % ranks:
-        raise ArgumentError(f"split_batches=True: the batch size, {size}, must be a multiple of the {ranks} ranks")
-    copy: DataLoader[T_co] = DataLoader.__new__(DataLoader)  # the constructor's arguments vary between torch versions
-    vars(copy).update(vars(loader), _iterator=None)
-    if loader.batch_size is not None:
-        vars(copy)["batch_size"] = size // ranks
-    if type(inner) is BatchSampler and not isinstance(loader.dataset, IterableDataset):
-        vars(copy)["batch_sampler"] = BatchSampler(inner.sampler, size // ranks, inner.drop_last)
-    elif loader.batch_size is None:
-        vars(copy)["batch_sampler"] = _DividedBatchSampler(inner, size, ranks)
-    return copy
-
-
-class _DividedBatchSampler:
-    """Yields each batch of a batch sampler in as many parts as there are ranks."""
-
-    def __init__(self, inner: Any, size: int, ranks: int) -> None:
-        self.inner, self.ranks = inner, ranks
-        self.batch_size, self.drop_last = size // ranks, bool(getattr(inner, "drop_last", False))
-
-    @property
-    def sampler(self) -> Any:
-        return getattr(self.inner, "sampler", None)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self.inner:
-            items = list(batch)
-            bounds = [len(items) * part // self.ranks for part in range(self.ranks + 1)]
-            yield from (items[begin:end] for begin, end in pairwise(bounds) if begin < end)
-
-    def __len__(self) -> int:
-        return len(self.inner) * self.ranks
-
-
-# ------------------------------------------------------------------ positions
 def position_of(loader: Any, continues: bool) -> dict[str, Any]:
     """Return a loader's position for a saved state; unless its latest pass `continues`, one that begins it again."""
     reader = reader_of(loader) or loader

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator.gradient_accumulation import SteppedOptimizer
-from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded, part_like
 from nblaunch.training.pytree import parameters_of, to_device, tree_map
 from nblaunch.training.topology import world
+from nblaunch.training.wrappers import SteppedOptimizer, unwrapped
 
 _SHOWN = 3
 """Weights that a message names."""

@@ -40,16 +40,14 @@ class TrainingProgress:
     """The optimizer step of `best`; 0 if there is none yet."""
     best_epoch: int = 0
     monitored: str = ""
-    """Which result `best` is; empty in checkpoints of earlier versions."""
+    """Which result `best` is."""
     stale: int = 0
     """Judgements since the best: validations, or epochs if no validation has the monitored value."""
     ended: bool = False
     rates: list[float] = field(default_factory=list)
-    """The learning rates at the beginning; empty in checkpoints of earlier versions."""
-    schedule_begin: int = 0
-    """The optimizer step at which the schedule began."""
+    """The learning rates at the beginning."""
     schedule_end: int = 0
-    """The optimizer step at which it ends; 0 in checkpoints of earlier versions."""
+    """The optimizer step at which the schedule ends; 0 if that is unknown."""
     seconds: float = 0.0
     """Time that the current epoch took before it was interrupted."""
     due: str = ""
@@ -62,8 +60,8 @@ class TrainingProgress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> TrainingProgress:
-        """Return the progress in a checkpoint, also of earlier versions."""
-        return cls(**(state.get("progress") or state["standing"]))  # the key of 0.1.0
+        """Return the progress in a checkpoint."""
+        return cls(**state["progress"])
 
     def monitor(self, value: float) -> bool:
         """Record a monitored value, and return True if it is the best. Lower is better; NaN is never better."""
@@ -83,7 +81,7 @@ def rates_of(optimizer: Optimizer) -> list[float]:
 def compare_rates(path: Path, wrote: list[float], optimizer: Optimizer) -> None:
     """Warn that a resumed run keeps its learning rates, if the user's new optimizer has others."""
     own = rates_of(optimizer)
-    if wrote and wrote != own and not optimizer.state:
+    if wrote != own and not optimizer.state:
         made, kept = (rates[0] if len(rates) == 1 else rates for rates in (own, wrote))
         warn(
             f"the optimizer was made with lr={made}, but the run that continues from {path} keeps its own, {kept}. Use "
@@ -119,7 +117,7 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], re
         ArgumentError: A value differs; the message names it, with the fix.
     """
     for name, value in own.items():
-        if name in wrote and wrote[name] != value:  # an earlier version wrote fewer
+        if wrote[name] != value:
             raise ArgumentError(
                 f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, or "
                 f"{remedy}"

@@ -1,10 +1,9 @@
-"""The objects that an Accelerator prepared in this process, and those registered for its saved states."""
+"""The objects that an Accelerator prepared in this process."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -13,9 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator.gradient_accumulation import SteppedOptimizer, SteppedScheduler
-from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.pytree import tree_leaves
+from nblaunch.training.wrappers import SteppedOptimizer, SteppedScheduler, unwrapped
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader)
 _NEEDED = {nn.Module: "modules", Optimizer: "optimizers", LRScheduler: "schedulers"}
@@ -56,11 +54,6 @@ class PreparedObjects:
         self._references.append(weakref.ref(thing))
         self._seen |= {kind for kind in _NEEDED if isinstance(thing, kind)}
 
-    def clear(self) -> None:
-        """Forget all objects."""
-        self._references.clear()
-        self._seen.clear()
-
     def collect(self) -> None:
         """Drop objects that only reference cycles keep alive, if others may have taken their place."""
         if not self._is_settled:
@@ -99,38 +92,3 @@ class PreparedObjects:
     @property
     def loaders(self) -> list[Any]:
         return self._of(DataLoader)
-
-
-class Registered:
-    """What the user registered: objects with a state, and hooks. It travels with its Accelerator."""
-
-    def __init__(self) -> None:
-        self.objects: list[Any] = []
-        self.save_hooks: dict[int, Callable[..., Any]] = {}
-        self.load_hooks: dict[int, Callable[..., Any]] = {}
-        self._last = 0
-
-    def add_objects(self, objects: Iterable[Any]) -> None:
-        self.objects += [thing for thing in objects if not any(thing is other for other in self.objects)]
-
-    def add_hook(self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> HookHandle:
-        self._last += 1
-        hooks[self._last] = hook
-        return HookHandle(hooks, self._last)
-
-
-class HookHandle:
-    """Removes a hook: ``remove()``, or the end of a ``with`` block."""
-
-    def __init__(self, hooks: dict[int, Callable[..., Any]], number: int) -> None:
-        self._hooks, self._number = hooks, number
-
-    def remove(self) -> None:
-        """Remove the hook, if it is still there."""
-        self._hooks.pop(self._number, None)
-
-    def __enter__(self) -> HookHandle:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()

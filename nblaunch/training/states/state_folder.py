@@ -1,4 +1,4 @@
-"""A saved state's folder: written whole or not at all, with a manifest; and the numbered folders of a project."""
+"""A saved state's folder: written whole or not at all, with a manifest."""
 
 from __future__ import annotations
 
@@ -13,21 +13,13 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.processes import alive
 from nblaunch.training.states.checkpoint import flush
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-"""Of the folder; a later version reads this one too."""
-_ACCELERATES = re.compile(
-    r"((model|pytorch_model|optimizer|scheduler|sampler)(_\w+)?(\.safetensors|\.bin)?|random_states_\d+\.pkl)"
-)
-"""Names of what accelerate's ``save_state`` writes."""
 _CHUNK_BYTES = 1 << 20
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>new|old|partial)")
 
 
@@ -35,14 +27,10 @@ _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<ki
 class Manifest:
     """Describes a complete folder; in its file ``manifest.json``, which is written last."""
 
-    world_size: int
     kinds: dict[str, list[str]]
     """The type's name of each object that was saved, by ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"object"``."""
-    has_gradients: bool
-    """Whether each rank's gradients of an unfinished optimizer step are there."""
     sizes: dict[str, int]
     """The bytes of each file, by its path in the folder."""
-    format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -56,17 +44,11 @@ class Manifest:
             raise ArgumentError(f"{name}: there is no such folder")
         path = folder / MANIFEST
         if not path.is_file():
-            _refuse_accelerate_state(folder)
             raise ArgumentError(f"{name}: it has no {MANIFEST}, so save_state did not write it, or not to its end")
         try:
-            content: dict[str, Any] = json.loads(path.read_text())
-            is_later = content["format"] > FORMAT
-            found = None if is_later else cls(**content)
-        except (ValueError, KeyError, TypeError) as error:
+            return cls(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
             raise ArgumentError(f"{name}: its {MANIFEST} is damaged: load another folder") from error
-        if found is None:
-            raise ArgumentError(f"{name}: it was written by a later version of nblaunch: update nblaunch")
-        return found
 
     def check_files(self, folder: Path, part: int, parts: int) -> None:
         """Check that the files are there, with their sizes and, for a part of them, the checksums that torch writes.
@@ -91,27 +73,6 @@ class Manifest:
             else:
                 continue
             raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
-
-
-def _refuse_accelerate_state(folder: Path) -> None:
-    """Refuse a folder that accelerate's ``save_state`` wrote.
-
-    Raises:
-        ArgumentError: It did; the message says how to load its weights.
-    """
-    found = sorted(path.name for path in folder.iterdir() if _ACCELERATES.fullmatch(path.name))
-    if not any(name.startswith("random_states_") for name in found):  # each of its ranks writes one
-        return
-    advice = {
-        "model.safetensors": f"safetensors.torch.load_model(model, {str(folder / 'model.safetensors')!r})",
-        "pytorch_model.bin": f"model.load_state_dict(torch.load({str(folder / 'pytorch_model.bin')!r}))",
-    }
-    weights = [f"load the weights alone before prepare, by {own}" for name, own in advice.items() if name in found]
-    advised = ", or ".join([*weights, "continue with accelerate's own Accelerator, which runs unchanged in a launch"])
-    raise ArgumentError(
-        f"input_dir={str(folder)!r}: accelerate's save_state wrote it ({', '.join(found)}), and load_state reads only "
-        f"what nblaunch's save_state writes: {advised}"
-    )
 
 
 def _is_intact(path: Path, part: int, parts: int) -> bool:
@@ -169,11 +130,11 @@ class StateFolder:
             shutil.copymode(target, begun.scratch)
         return begun
 
-    def complete(self, world_size: int, kinds: dict[str, list[str]], has_gradients: bool) -> None:
+    def complete(self, kinds: dict[str, list[str]]) -> None:
         """Write the manifest, flush everything to the disk, and move the folder to its place."""
         files = sorted(path for path in self.scratch.rglob("*") if path.is_file())
         sizes = {path.relative_to(self.scratch).as_posix(): path.stat().st_size for path in files}
-        manifest = Manifest(world_size, kinds, has_gradients, sizes)
+        manifest = Manifest(kinds, sizes)
         (self.scratch / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
         for path in (*files, self.scratch / MANIFEST, *_folders(self.scratch)):
             flush(path)
@@ -259,23 +220,3 @@ def _has_ended(writer: re.Match[str]) -> bool:
 
 def _folders(top: Path) -> list[Path]:
     return [top, *(path for path in top.rglob("*") if path.is_dir())]
-
-
-# ------------------------------------------------------------------ numbered folders
-def numbered(parent: Path, number: int) -> Path:
-    """Return the path of a project's saved state."""
-    return parent / f"checkpoint_{number}"
-
-
-def all_numbered(parent: Path) -> dict[int, Path]:
-    """Return a project's complete saved states by number, the latest last."""
-    found = {int(match[1]): path for path in parent.glob("*") if (match := _NUMBERED.fullmatch(path.name))}
-    return {number: found[number] for number in sorted(found) if is_state(found[number])}
-
-
-def remove_surplus(parent: Path, keep: int) -> None:
-    """Remove the oldest saved states of a project beyond the latest `keep`."""
-    for path in list(all_numbered(parent).values())[:-keep]:
-        doomed = _beside(path, "partial")  # a kill in mid-removal must not leave half of it under its name
-        path.rename(doomed)
-        shutil.rmtree(doomed)

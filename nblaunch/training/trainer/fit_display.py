@@ -73,7 +73,7 @@ class FitDisplay:
             self._has_warned = True
             warn(
                 f"the loss is {loss} at step {step} on rank {world().rank}, and training goes on: check that batch, "
-                "lower the learning rate, or set TrainConfig(clip=1.0)",
+                "lower the learning rate, or set TrainConfig(max_grad_norm=1.0)",
                 each_time=True,
             )
         return loss

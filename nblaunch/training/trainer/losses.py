@@ -35,12 +35,11 @@ class SampleWeights:
     rounds of different sizes is divided by its samples at the end. Where all sizes are equal nothing is computed.
 
     Args:
-        weigh: As in `TrainConfig`.
         accelerator: Divides the losses by the batches of a step.
     """
 
-    def __init__(self, weigh: str, accelerator: Accelerator) -> None:
-        self._is_exact, self._accelerator = weigh == "samples", accelerator
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._factor = 1.0
         self._first = self._seen = 0
         """Samples of all ranks in the step's first round, and in all of it."""
@@ -56,7 +55,7 @@ class SampleWeights:
         if not of_all:
             own = batch_size_of(batch) or 1
             of_all = own * ranks
-            if ranks > 1 and self._is_exact:
+            if ranks > 1:
                 self._warn_if_uneven(own)
         if self._seen == 0:
             self._first = of_all
@@ -66,13 +65,13 @@ class SampleWeights:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss of the batch, weighted."""
-        return loss * self._factor if self._is_exact and self._factor != 1.0 else loss
+        return loss * self._factor if self._factor != 1.0 else loss
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the step's samples, if they are other than its first round implied."""
         expected, seen = self._first * self._accelerator._gradients.divisor, self._seen
         self._seen = 0
-        if self._is_exact and expected != seen:
+        if expected != seen:
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(expected / seen)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.evaluation import TARGETS, batches_for, broadcast_buffers, eval_mode
 from nblaunch.training.pytree import batch_size_of, to_device, tree_leaves, tree_map
+from nblaunch.training.wrappers import unwrapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Mean
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters
 from nblaunch.training.parallel.sharded_states import gathered
-from nblaunch.training.states import checkpoint, gradient_order
+from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import data_world, world
 from nblaunch.training.trainer.callbacks import Callbacks
 from nblaunch.training.trainer.train_config import TrainConfig
@@ -112,7 +112,6 @@ class RunCheckpoints:
                 "progress": asdict(progress),
                 "parts": parts,
                 "ranks": ranks,
-                "gradient_order": gradient_order.order_of(self.trainer.model),
             }
             try:
                 self.folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
@@ -130,7 +129,7 @@ class RunCheckpoints:
 
     def parts(self) -> dict[str, Any]:
         """Return the objects that have a state."""
-        trainer, scaler = self.trainer, self.trainer.accelerator.scaler
+        trainer, scaler = self.trainer, self.trainer.accelerator._gradients.scaler
         parts = {"model": trainer.model, "optimizer": trainer.optimizer, "schedule": self.scheduler, "scaler": scaler}
         return {name: part for name, part in {**parts, "callbacks": trainer.callbacks}.items() if part is not None}
 
@@ -173,7 +172,7 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], re
     Another number of ranks continues if all ranks together have as many samples in each batch as before.
     """
     samples, ranks = _samples_per_batch(wrote), _ranks(own)
-    if wrote.get("nprocs") != own["nprocs"] and samples is not None:
+    if wrote["nprocs"] != own["nprocs"] and samples is not None:
         if samples == _samples_per_batch(own):
             own = {**own, "nprocs": wrote["nprocs"], "batch_size": wrote["batch_size"]}
         elif samples % ranks == 0 and own["batch_size"] is not None:
@@ -183,13 +182,13 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], re
 
 def _ranks(setup: Mapping[str, Any]) -> int:
     """Return how many ranks have different samples."""
-    return int(setup["nprocs"]) // int(setup.get("tensor", 1))
+    return int(setup["nprocs"]) // int(setup["tensor"])
 
 
 def _samples_per_batch(setup: Mapping[str, Any]) -> int | None:
     """Return how many samples all ranks together have in a batch; None if unknown."""
-    size = setup.get("batch_size")
-    return None if size is None or "nprocs" not in setup else int(size) * _ranks(setup)
+    size = setup["batch_size"]
+    return None if size is None else int(size) * _ranks(setup)
 
 
 def restore_position(ranks: list[dict[str, Any]], loader: Any, mean_loss: Mean, copies: int) -> None:
@@ -233,14 +232,14 @@ def warn_that_nothing_is_left(path: Path, config: TrainConfig, progress: checkpo
     )
 
 
-def extend_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: TrainConfig, end: int) -> None:
-    """Set the learning rates of the longer schedule; rank 0 warns if they jump and the user has not chosen.
+def stretch_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: TrainConfig, end: int) -> None:
+    """Set the learning rates of the longer schedule; rank 0 warns if they jump.
 
     Args:
         path: The checkpoint.
         scheduler: The longer schedule.
         optimizer: Has the rates.
-        config: Has the user's choice.
+        config: Names the schedule.
         end: The step at which the schedule ends.
     """
     groups = optimizer.param_groups
@@ -248,11 +247,11 @@ def extend_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: Tr
     for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = rate * factor(scheduler.last_epoch)
     now = groups[0]["lr"]
-    if config.extend_schedule is None and now != before and world().rank == 0:
+    if now != before and world().rank == 0:
         warn(
             f"{path} was written by a run of fewer steps, whose {config.schedule} schedule had reached a "
-            f"learning rate of {before:.3g}; over {end} steps it jumps to {now:.3g}. Choose "
-            'extend_schedule="stretch" if that is intended, or "restart" to begin the schedule again for the rest'
+            f"learning rate of {before:.3g}; over {end} steps it jumps to {now:.3g}. For a schedule of its own begin a "
+            "new run with these weights: trainer.load(path, progress=False)"
         )
 
 

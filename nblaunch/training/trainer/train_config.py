@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.argument_checks import whole_number
 from nblaunch.machine.argument_names import named_arguments, unknown_argument
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu, check_options, is_elsewhere
@@ -29,11 +29,11 @@ _LEAST = {
     "max_steps": 1,
     "validate_every": 1,
     "batch_size": 1,
-    "accumulation": 1,
+    "gradient_accumulation_steps": 1,
     "num_workers": 0,
     "warmup": 0,
     "checkpoint_every": 1,
-    "keep": 1,
+    "save_total_limit": 1,
     "log_every": 1,
     "early_stop": 1,
 }
@@ -61,20 +61,18 @@ class TrainConfig:
             `max_steps` as many as those steps take.
         max_steps: Optimizer steps in all, even if that is within an epoch. Default: no limit.
         batch_size: Samples per batch and rank, if `Trainer.fit` is given a dataset.
-        accumulation: Batches whose gradients make one optimizer step.
-        clip: Maximum norm of all gradients together. Default: no limit.
+        gradient_accumulation_steps: Batches whose gradients make one optimizer step.
+        max_grad_norm: Maximum norm of all gradients together. Default: no limit.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
         schedule: Learning-rate schedule after `warmup` steps: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to
             zero. Or a function ``(optimizer, steps) -> LRScheduler``, stepped after each of that many optimizer steps.
             Default: constant.
-        warmup: Optimizer steps in which the learning rate of a named schedule rises from zero.
-        extend_schedule: How a named schedule continues if a run resumes with more `epochs` than it began with.
-            ``"stretch"``: the learning rate jumps to that of a run that had all `epochs` from the start.
-            ``"restart"``: the schedule begins again, with its warm-up, over the remaining steps. Default: as
-            ``"stretch"``, with a warning that names both learning rates.
+        warmup: Optimizer steps in which the learning rate of a named schedule rises from zero. If a run resumes with
+            more `epochs`, its schedule is that of a run that had all of them from the start; a warning names both
+            learning rates.
         checkpoint_dir: Folder for the checkpoints of one run at a time. Default: none are written.
         checkpoint_every: Optimizer steps between checkpoints, besides those after each epoch and at a stop.
-        keep: Number of latest checkpoints to keep; the best one is kept besides.
+        save_total_limit: Number of latest checkpoints to keep; the best one is kept besides.
         resume: True: resume from the latest checkpoint in the folder, also with another number of ranks if all of them
             together have as many samples in each step. False: train from the start, and replace the checkpoints there.
         seed: Seed of the order of samples and all random numbers in the ranks. The order of a DataLoader with a
@@ -88,9 +86,6 @@ class TrainConfig:
         higher_is_better: Whether a higher `monitor` is an improvement.
         restore_best: Whether training ends with the best step's weights. Needs a `checkpoint_dir`.
         num_workers: Workers of the DataLoaders that the Trainer makes of datasets.
-        weigh: ``"samples"``: every sample of an optimizer step has the same weight, as in one big batch, also where
-            ranks or accumulated batches have different sizes. ``"batches"``: every batch has, as
-            DistributedDataParallel does by itself. They differ only in steps with batches of different sizes.
         compute_setup: ``"auto"``, ``"cpu"`` or ``"gpu"``. ``"gpu"`` is refused where no GPU is visible.
         backend: ``"gloo"`` or ``"nccl"``. Default: the one that fits the device.
         dtype: Type of the model and of batches, while they train. Default: unchanged.
@@ -111,15 +106,14 @@ class TrainConfig:
     nprocs: int | None = None
     epochs: int | None = None
     batch_size: int = 32
-    accumulation: int = 1
-    clip: float | None = None
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
     mixed_precision: str = "no"
     schedule: str | Callable[[Optimizer, int], LRScheduler] | None = None
     warmup: int = 0
-    extend_schedule: str | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_every: int | None = None
-    keep: int = 2
+    save_total_limit: int = 2
     resume: bool = True
     seed: int = 0
     log_every: int = 10
@@ -131,7 +125,6 @@ class TrainConfig:
     max_steps: int | None = None
     validate_every: int | None = None
     restore_best: bool = False
-    weigh: str = "samples"
     backend: str | None = None
     dtype: torch.dtype | None = None
     log_setup: str = "cpu"
@@ -150,17 +143,14 @@ class TrainConfig:
         for name in ("resume", "higher_is_better", "restore_best"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: use True or False")
-        if self.clip is not None and not self.clip > 0:
-            raise ArgumentError(f"clip={self.clip!r}: use a norm above 0, or None for no limit")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ArgumentError(f"max_grad_norm={self.max_grad_norm!r}: use a norm above 0, or None for no limit")
         if self.schedule is not None and not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise ArgumentError(
                 f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}, or a function (optimizer, steps)"
             )
         if self.warmup and self.schedule not in SCHEDULES:
             raise ArgumentError(f"warmup={self.warmup} needs a schedule: use one of {', '.join(SCHEDULES)}")
-        if self.extend_schedule is not None:
-            one_of("extend_schedule", self.extend_schedule, ("stretch", "restart"))
-        one_of("weigh", self.weigh, ("samples", "batches"))
         self._check_folder()
         self._check_ddp_arguments()
         checked_seed(self.seed)
@@ -210,7 +200,7 @@ class TrainConfig:
         """Return the optimizer steps of a run with this number of batches per epoch; None if they are unknown."""
         ends = [] if self.max_steps is None else [self.max_steps]
         if batches is not None and self.epochs is not None:
-            ends.append(math.ceil(batches / self.accumulation) * self.epochs)
+            ends.append(math.ceil(batches / self.gradient_accumulation_steps) * self.epochs)
         return min(ends) if ends else None
 
     def make_accelerator(self) -> Accelerator:
@@ -222,16 +212,15 @@ class TrainConfig:
             dtype=self.dtype,
             backend=self.backend,
             mixed_precision=self.mixed_precision,
-            gradient_accumulation_steps=self.accumulation,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
             ddp_kwargs=self.ddp_kwargs,
             parallelism=self.parallelism,
-            schedule_steps="optimizer",
         )
 
     def fixed_on_resume(self) -> dict[str, Any]:
         """Return the settings that determine each step; a resumed run must have the same."""
         schedule = getattr(self.schedule, "__qualname__", None) or (self.schedule and str(self.schedule))
-        names = ("accumulation", "clip", "mixed_precision", "warmup", "seed", "weigh")
+        names = ("gradient_accumulation_steps", "max_grad_norm", "mixed_precision", "warmup", "seed")
         return {"schedule": schedule, **{name: getattr(self, name) for name in names}}
 
     def check_monitor(self, results: Iterable[str]) -> None:
@@ -239,13 +228,12 @@ class TrainConfig:
         if self.monitor is not None and self.monitor not in results:
             raise ArgumentError(f"monitor={self.monitor!r}: the results of training are {', '.join(results)}")
 
-    def make_scheduler(self, optimizer: Optimizer, steps: int, begin: int = 0) -> LRScheduler | None:
+    def make_scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
         """Return the learning-rate scheduler; None for a constant rate.
 
         Args:
             optimizer: The optimizer to schedule.
             steps: Optimizer steps of the whole run.
-            begin: The step at which a named schedule begins.
         """
         if self.schedule is None:
             return None
@@ -257,7 +245,7 @@ class TrainConfig:
                     "on_validation_end(trainer, results)"
                 )
             return made
-        return LambdaLR(optimizer, lambda step: self._factor(max(0, step - begin), steps - begin))
+        return LambdaLR(optimizer, lambda step: self._factor(step, steps))
 
     def _factor(self, step: int, steps: int) -> float:
         if step < self.warmup:

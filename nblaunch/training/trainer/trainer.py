@@ -29,6 +29,7 @@ from nblaunch.training.trainer.run_checkpoints import Best, Results, what_is_nex
 from nblaunch.training.trainer.train_config import TrainConfig
 from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
 from nblaunch.training.trainer.training_run import TrainingRun
+from nblaunch.training.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
@@ -166,8 +167,8 @@ class Trainer:
         In a rank, or under torchrun or srun, it trains as one of the ranks.
         After a stop the model, the optimizer and `history` have what was trained, in whole steps.
         With a ``checkpoint_dir`` an unfinished run resumes: after a stop or a failure, call `fit` again with the same
-        arguments, and it takes the same steps as an uninterrupted run (on the CPU bit for bit; random generators of
-        the dataset's own are not resumed).
+        arguments, and it takes the same steps as an uninterrupted run (on the CPU with one or two ranks bit for bit;
+        random generators of the dataset's own are not resumed).
 
         Args:
             train: A dataset, shuffled in batches of ``config.batch_size`` per rank; or a DataLoader, used as it is. An
@@ -313,10 +314,7 @@ class Trainer:
 
     def _placed_model(self) -> nn.Module:
         """Return the model on this rank's device."""
-        model: nn.Module = self.accelerator.unwrap_model(
-            self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        )
-        return model
+        return unwrapped(self.accelerator._preparation().module(self.model, evaluates=True))
 
     def _in_ranks(self, function: Callable[[Data], Any], data: Data, name: str) -> list[Any]:
         """Return what each rank computes from the data, which a notebook sends to ranks."""
@@ -395,7 +393,7 @@ class Trainer:
     def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None:
         """Return the folder of `config`."""
         folder = self.config.checkpoint_dir
-        return None if folder is None else checkpoint.CheckpointFolder(folder, self.config.keep)
+        return None if folder is None else checkpoint.CheckpointFolder(folder, self.config.save_total_limit)
 
     def _checkpoints(self) -> list[tuple[Path, int]]:
         """Return the latest checkpoints, each with its time of change."""

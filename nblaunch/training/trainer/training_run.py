@@ -20,7 +20,7 @@ from nblaunch.training.parallel.sharded_models import drop_unshared_gradients, h
 from nblaunch.training.parallel.sharded_states import load_full_state
 from nblaunch.training.pytree import parameters_of
 from nblaunch.training.seeding import seed_everything
-from nblaunch.training.states import checkpoint, gradient_order
+from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import world
 from nblaunch.training.trainer.fit_display import FitDisplay
 from nblaunch.training.trainer.losses import SampleWeights
@@ -29,8 +29,8 @@ from nblaunch.training.trainer.run_checkpoints import (
     RunCheckpoints,
     Trained,
     check_setup,
-    extend_schedule,
     restore_position,
+    stretch_schedule,
     warn_that_nothing_is_left,
 )
 from nblaunch.training.trainer.step_boundaries import AgreedStop, StepBoundaries
@@ -67,13 +67,14 @@ class TrainingRun:
         self._pending: list[tuple[Tensor, int, int]] = []
         """Losses that are not yet in the mean, with samples and step; reading one waits for the GPU."""
         self._unreported: Tensor | None = None  # the loss of the last step, until it is reported
-        self._weights = SampleWeights(config.weigh, self.accelerator)
+        self._weights = SampleWeights(self.accelerator)
         self._is_whole, self._taken = True, 0
         """Whether no step is half done; and the batches of the pass that were trained on."""
         self._boundaries = StepBoundaries(exchange(uuid.uuid4().hex)[0])
         self._steps = config.count_steps(length_of(self.loader))
         self.progress.schedule_end = self._steps or 0
-        self._make_scheduler()
+        made = config.make_scheduler(trainer.optimizer, self.progress.schedule_end)
+        self._scheduler = self._checkpoints.scheduler = self.accelerator.prepare(made)
         try:
             self._resume()
         except BaseException:
@@ -116,11 +117,6 @@ class TrainingRun:
         trainer.callbacks.call("on_fit_end", trainer)
         if self._boundaries.is_asked:  # too late to end anything
             raise StoppedTogether(self.progress)
-
-    def _make_scheduler(self) -> None:
-        begin, end = self.progress.schedule_begin, self.progress.schedule_end
-        made = self.config.make_scheduler(self.trainer.optimizer, end, begin)
-        self._scheduler = self._checkpoints.scheduler = self.accelerator.prepare(made)
 
     def _is_done(self) -> bool:
         config, progress = self.config, self.progress
@@ -191,8 +187,8 @@ class TrainingRun:
         self.accelerator.backward(self._weights.weighted(loss))
         if self.accelerator.sync_gradients:
             self._weights.end_step(self.trainer.optimizer)
-        if self.config.clip is not None:  # of those that are zeroed below: others would accumulate in the norm
-            self.accelerator.clip_grad_norm_(parameters_of(self.trainer.optimizer), self.config.clip)
+        if self.config.max_grad_norm is not None:  # of those that are zeroed below: others would accumulate in the norm
+            self.accelerator.clip_grad_norm_(parameters_of(self.trainer.optimizer), self.config.max_grad_norm)
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -348,25 +344,17 @@ class TrainingRun:
         check_setup(path, state["setup"], self._checkpoints.setup(), remedy)
         progress = self.progress = trainer.progress = checkpoint.TrainingProgress.of(state)
         is_kept = not config.keeps_best or 0 < best == progress.best_step  # else the file is another run's, or missing
-        if not is_kept or progress.monitored not in ("", self._monitored):
+        if not is_kept or progress.monitored != self._monitored:
             progress.best, progress.best_step = math.inf, 0
         progress.monitored = self._monitored
         if self.accelerator.is_main_process:
             checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
             if self._is_done() and not progress.due:
                 warn_that_nothing_is_left(path, config, progress)
-        if len(state["ranks"]) == world().size:
-            gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
         before, progress.schedule_end = progress.schedule_end, steps
-        is_extended = isinstance(config.schedule, str) and 0 < before < steps
-        if is_extended and config.extend_schedule == "restart":
-            progress.schedule_begin = progress.step
-        if progress.schedule_begin:
-            self._make_scheduler()
-        state["parts"].setdefault("callbacks", {})  # earlier versions saved none
         for name, part in self._checkpoints.parts().items():
             with checkpoint.loading(path, name, remedy):
                 load_full_state(part, state["parts"][name])
         restore_position(state["ranks"], self.loader, self._mean_loss, self.accelerator.copies)
-        if is_extended:
-            extend_schedule(path, self._scheduler, trainer.optimizer, config, steps)
+        if isinstance(config.schedule, str) and 0 < before < steps:
+            stretch_schedule(path, self._scheduler, trainer.optimizer, config, steps)

@@ -1,0 +1,271 @@
+"""Wrappers around a user's modules, optimizers and schedulers, and the gradient accumulation that they follow."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nblaunch.training.parallel.sharded_models import no_gradient_sync
+from nblaunch.training.pytree import parameters_of
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+class GradientState:
+    """Which batches end an optimizer step, and the gradient scaler.
+
+    An Accelerator shares it with the objects that it prepared.
+
+    Attributes:
+        every: Batches per optimizer step.
+        sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
+    """
+
+    def __init__(self, every: int, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.every = every
+        self.sync = True
+        self._scaler = scaler
+        self._batches = 0
+        self._size = every
+        self._passes: list[weakref.ref[Any]] = []
+        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders that continued after an outer loader had advanced: they are iterated side by side, as in ``zip``."""
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders with a backward pass in the latest pass over them."""
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._skipped: set[int] = set()
+        self._unscaled: set[int] = set()
+        self._has_stepped = False
+
+    def __reduce__(self) -> Any:
+        return GradientState, (self.every,)  # nothing is prepared yet in the process that receives it
+
+    # ------------------------------------------------------------------ active loaders
+    def begin_batch(self, loader: Any) -> None:
+        """Note that a prepared loader yields a batch. Passes inside its own are dropped until they yield again."""
+        loaders = self._loaders()
+        place = next((i for i, other in enumerate(loaders) if other is loader), len(loaders))
+        if place == len(loaders) and loader not in self._beside:
+            self._trained.discard(loader)  # a new pass
+        self._beside.update(loaders[place + 1 :])
+        self._passes = [weakref.ref(other) for other in (*loaders[:place], loader)]
+
+    def end_pass(self, loader: Any) -> None:
+        """Note that a pass over `loader` was completed or abandoned."""
+        self._passes = [reference for reference in self._passes if reference() is not loader]
+        self._beside.discard(loader)
+
+    def _loaders(self) -> list[Any]:
+        """Return the prepared loaders being iterated, innermost last."""
+        return [loader for loader in (reference() for reference in self._passes) if loader is not None]
+
+    @property
+    def is_padding(self) -> bool:
+        """Return True if the innermost loader's batch repeats another rank's."""
+        return any(loader.is_padding for loader in self._loaders()[-1:])
+
+    def continues(self, loader: Any) -> bool:
+        """Return True if a resumed run continues the latest pass over `loader` instead of beginning it again.
+
+        A pass in progress is continued. One that was broken off is continued if the user trained in it: a loop over
+        validation data, or a peek, begins again.
+        """
+        return loader in self._trained or any(loader is other for other in self._loaders())
+
+    # ------------------------------------------------------------------ accumulation
+    @property
+    def divisor(self) -> int:
+        """The number that `backward` divides the losses of the current step by: its batches, as far as known."""
+        return self._size
+
+    @property
+    def unfinished(self) -> int:
+        """The batches so far in an unfinished optimizer step."""
+        return self._batches
+
+    @contextmanager
+    def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Count one batch; a step ends with its last batch, and with a loader's last."""
+        loaders = self._loaders()
+        if self._batches == 0:
+            # With several loaders, it is unknown whether they are iterated side by side or nested.
+            left = loaders[0].remaining if len(loaders) == 1 else None
+            self._size = left if left is not None and 0 < left < self.every else self.every
+        self._batches += 1
+        # In nested loops the outer loader's last batch stays for the whole pass over the inner one.
+        are_nested = not any(loader in self._beside for loader in loaders[-1:])
+        ends = any(loader.is_last for loader in (loaders[-1:] if are_nested else loaders))
+        self.sync = ends or self._batches >= self._size
+        if self.sync:
+            self._batches = 0
+        with ExitStack() as stack:
+            for module in () if self.sync else list(modules) or list(self._modules):
+                stack.enter_context(no_gradient_sync(module))
+            yield
+
+    def begin_step(self) -> None:
+        """Begin with a new optimizer step."""
+        self._batches, self._size, self.sync, self._has_stepped = 0, self.every, True, False
+        self._unscaled.clear()
+        self._skipped.clear()
+
+    def add_module(self, module: nn.Module) -> None:
+        """Add a module whose gradients ranks exchange."""
+        self._modules.add(module)
+
+    # ------------------------------------------------------------------ the scaler
+    @property
+    def needs_wrappers(self) -> bool:
+        """Return True if optimizers and schedulers may not act on every ``step`` call."""
+        return self.every > 1 or self._scaler is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of float16, else None.
+
+        It is updated on its next use, not after each optimizer's step: all optimizers of one step unscale by the same
+        scale.
+        """
+        if self._scaler is not None and (self._has_stepped or self._unscaled):
+            self._scaler.update()
+            self._has_stepped = False
+            self._unscaled.clear()
+        return self._scaler
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward``, divided by the number of batches in the step, and scaled."""
+        self._trained.update(self._loaders())
+        share = loss / self._size if self._size > 1 else loss
+        scaler = self.scaler
+        (share if scaler is None else scaler.scale(share)).backward(**kwargs)
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Unscale the gradients of each optimizer that has any of the parameters, once per step."""
+        if self._scaler is None:
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in (reference() for reference in self._optimizers):
+            if optimizer is None or id(optimizer) in self._unscaled:
+                continue
+            if not wanted.isdisjoint(map(id, parameters_of(optimizer))):
+                self._scaler.unscale_(optimizer)
+                self._unscaled.add(id(optimizer))
+
+    # ------------------------------------------------------------------ optimizers and schedulers
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer whose gradients the scaler may have to unscale."""
+        if all(reference() is not optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """Step the optimizer if this batch ends a step."""
+        if not self.sync:
+            return None
+        given = () if closure is None else (closure,)
+        if self._scaler is None:
+            return optimizer.step(*given)
+        result = self._scaler.step(optimizer, *given)
+        self._has_stepped = True
+        self._skipped.discard(id(optimizer))
+        if any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values()):
+            self._skipped.add(id(optimizer))
+        return result
+
+    def has_stepped(self, optimizer: Any) -> bool:
+        """Return True if the optimizer made a real step with this batch: infinite gradients make it skip one."""
+        inner = optimizer.inner if isinstance(optimizer, SteppedOptimizer) else optimizer
+        return self.sync and id(inner) not in self._skipped
+
+
+class SteppedOptimizer(Optimizer):
+    """Wraps an optimizer: ``step`` and ``zero_grad`` act only when a step is complete.
+
+    Attributes:
+        inner: The wrapped optimizer.
+    """
+
+    def __init__(self, inner: Optimizer, gradient_state: GradientState) -> None:
+        self.inner = inner  # not Optimizer.__init__, which would build new parameter groups
+        self.gradient_state = gradient_state
+
+    def __getattr__(self, name: str) -> Any:
+        return _inner_attribute(self, name)
+
+    def __reduce__(self) -> Any:
+        return SteppedOptimizer, (self.inner, self.gradient_state)
+
+    def __repr__(self) -> str:
+        return f"SteppedOptimizer({self.inner!r})"
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        return self.gradient_state.step(self.inner, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.gradient_state.sync:
+            self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+
+class SteppedScheduler(LRScheduler):
+    """Wraps a learning-rate scheduler: it advances only with a real step of its optimizer.
+
+    Attributes:
+        inner: The wrapped scheduler.
+    """
+
+    def __init__(self, inner: LRScheduler, gradient_state: GradientState) -> None:
+        self.inner = inner  # not LRScheduler.__init__, which would reset the learning rate
+        self.gradient_state = gradient_state
+
+    def __getattr__(self, name: str) -> Any:
+        return _inner_attribute(self, name)
+
+    def __reduce__(self) -> Any:
+        return SteppedScheduler, (self.inner, self.gradient_state)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.gradient_state.has_stepped(self.inner.optimizer):
+            self.inner.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        return self.inner.get_last_lr()
+
+    def get_lr(self) -> list[Any]:
+        return self.inner.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def _inner_attribute(wrapper: Any, name: str) -> Any:
+    if name == "inner" or name.startswith("__"):
+        raise AttributeError(name)  # during unpickling there is no inner object yet
+    return getattr(wrapper.inner, name)
