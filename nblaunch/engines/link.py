@@ -3,6 +3,16 @@
 CURVE authenticates and encrypts every connection: only an agent that was given the keys of this link gets a message
 through, and nothing is unpickled before. TCP keeps the order of messages. A connection that ends is not made again: its
 node is lost. ZeroMQ ends one that is silent, from a thread of its own that needs no Python, which may be busy.
+
+The kernel listens on one IPv4 address and a free port: the address of the route to the nodes, or ``NBLAUNCH_ADDRESS``.
+Agents listen nowhere. The keys of a link reach an agent as a line on its stdin (`Boot`): no command line and no
+environment has them. Their way is the cluster's: ssh encrypts it, srun does not, Ray only with TLS. The kernel
+unpickles what an agent sends, so with Slurm an agent also sends a credential of munge, bound to its connection's
+identity: the keys alone open nothing. Without munge, and with Ray without TLS, who reads the keys can pose as an agent.
+
+Data and logs travel in pieces, and ZeroMQ holds few messages for each agent: what waits is not yet read from its file.
+Urgent messages, such as an interrupt, pass all others. Each group has a lane, where a rank's last lines come before its
+result; what must not wait behind logs goes first. Lanes take turns.
 """
 
 from __future__ import annotations

@@ -24,7 +24,11 @@ from nblaunch.wire.link_messages import Boot, Preload, Proof
 
 
 class Starter(Protocol):
-    """Starts and ends agents: all that is asked of Slurm, Ray or ssh. Used from one thread at a time."""
+    """Starts and ends agents: all that is asked of Slurm, Ray or ssh. Used from one thread at a time.
+
+    If `Boot.node` is -1, the kernel numbers the nodes by their host names. An agent keeps neither stdin nor stdout
+    open. What it writes to stderr before it has joined is the only explanation of a failure: `problem` returns it.
+    """
 
     @property
     def name(self) -> str:

@@ -1,6 +1,16 @@
 """The nodes of one allocation, with an agent on each, and the kernel's end of the groups that run there.
 
-Of a group's ranks the kernel has what the agents have said, and copies of their files.
+Of a group's ranks the kernel has what the agents have said, and copies of their files. What travels:
+
+* Files of ranks: the agent sends what is appended, and a launch ends once the logs have arrived.
+* Data of a launch, once to each node, whose ranks map one copy of it. Blobs of 64 KB and more stay there for later
+  launches: up to 4 GB, the most recently used. Results travel to the kernel only.
+* The user's own modules that the notebook has imported, if a node lacks them or has others. Installed packages do not.
+* The variables that the notebook has set since its start, and ``env=``; not those of Slurm that describe a task.
+* Times that decide which rank failed first, as ages: each machine has its own clock.
+
+Between ranks, gloo and NCCL connect as under torchrun, without nblaunch and without encryption. A lost node's ranks
+count as failed at its last sign of life, so the error names them and not those whose collectives failed after it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 Ranks open debuggers; the supervisor passes their messages in. The user types in the cell, whose thread waits for the
 launch. One rank is in front, whose prompt is shown; the others wait.
+
+While the console is open, time limits wait (`paused_s`), and the stuck watch forgets what it saw. torch's own limit of
+a collective cannot be extended once it has begun. So where the user can type, it is 24 h, and the kernel ends a task
+whose ranks have waited for 30 min (``COLLECTIVE_TIMEOUT_S``). With NCCL, whose calls return at once, the kernel does
+not see the wait, and torch's limit is 30 min, also while the user debugs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The panel's script and style sheet, as widgets carry them to the page."""
+"""The panel's script and style sheet, as widgets carry them to the page.
+
+The page loads a widget's script as one module from a Blob, where relative imports fail, so this joins the modules of
+``static/`` by regular expressions. A bundler would need Node where nblaunch is built, and a built file that editable
+installs and tests must keep current. The expressions rely on a form that ``tests/unit/test_panel_js.py`` checks: static
+imports of files in this folder, imported modules first, names that are unique across modules, and no string that spans
+lines.
+"""
 
 from __future__ import annotations
 

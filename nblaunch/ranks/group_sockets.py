@@ -3,6 +3,10 @@
 SIGINT, ``abort`` and timeouts do not end a collective of gloo that waits. Shutting down its TCP connections makes the
 call raise RuntimeError within milliseconds, and a new group can be made in the same process. Listening sockets stay
 open: gloo ends the process if one fails. Runs in a kept rank's reader thread.
+
+A rank is freed when it has not responded to an interrupt for 0.5 s (0.1 s after another rank's failure), or, if it has
+and is in its ``finally``, once another rank has left the task, or after half of the grace period. The next task makes
+the process group again, under a new generation.
 """
 
 from __future__ import annotations

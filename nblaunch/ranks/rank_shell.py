@@ -1,7 +1,8 @@
 """IPython's shell in a rank: magics, ``!commands``, ``display``. The only module of this room that imports IPython.
 
 Created once in the fork server; each rank enters it with its own namespace. It has no history, keeps no files, starts
-no thread, and never talks to the kernel.
+no thread, and never talks to the kernel. A cell is not run by the shell: it swallows exceptions, and
+`nblaunch.ranks.task_body` must report them. For the same reason ``!command`` is our own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A thread answers whenever it gets the GIL: during Python code, collectives and waits. It interrupts no call. If C code
 holds the GIL, faulthandler answers a signal instead. faulthandler reads frames without the GIL, which can crash Python
 while another thread runs (seen on 3.11 after about 60 dumps of a training loop); with the GIL held, none runs.
+
+The thread waits on a FIFO, not on the channel to the kernel: a spawned rank must answer while it imports torch, which
+can take long, and has no thread that reads the channel before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`export`: write a function or cell of the notebook as a script for torchrun."""
+"""`export`: write a function or cell of the notebook as a script for torchrun. It starts nothing."""
 
 from __future__ import annotations
 
