@@ -485,7 +485,7 @@ def position_of(loader: Any, continues: bool) -> dict[str, Any]:
 def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None:
     """Continue at the position that `position_of` returned, or warn why its next pass begins at its beginning."""
     state, samples = position["state"], length_of(getattr(loader, "dataset", None))
-    if state is None or not hasattr(loader, "load_state_dict") or not getattr(loader, "is_stateful", True):
+    if state is None or not hasattr(loader, "load_state_dict"):
         return
     if samples == position["samples"]:
         loader.load_state_dict(state)
