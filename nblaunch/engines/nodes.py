@@ -675,7 +675,7 @@ class NodeWorkers:
 
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
-        """In the thread of the link."""
+        """Take a message of an agent, and the bytes beside it."""
         if isinstance(message, (Written, FromRank, FromGroup)):  # not `Observed`, which needs no reaper
             self._heard_at[node] = time.monotonic()
         if isinstance(message, Written):
@@ -751,7 +751,7 @@ class NodeWorkers:
             self._end(node)
 
     def lose(self, node: int, reason: str) -> None:
-        """In the thread of the link."""
+        """Note that a node is lost, with its ranks."""
         if node >= len(self._used):
             return
         silent_since = time.monotonic() - timeouts.LINK_BEAT_S - timeouts.LINK_SILENCE_S
@@ -761,7 +761,7 @@ class NodeWorkers:
             self._changed.notify_all()
 
     def warn(self, node: int, reason: str) -> None:
-        """In the thread of the link."""
+        """Note that a node will be lost soon."""
         self._add(NodeLeaving(reason))
 
     def _exit_all(self, node: int, reason: str, since: float) -> None:

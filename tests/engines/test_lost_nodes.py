@@ -109,7 +109,7 @@ def test_a_kernel_that_is_busy_loses_no_node(launch_alone: Launcher) -> None:
 
     running = launch_alone(work, block=False)
     eventually(lambda: running.stacks().keys() == {0, 1})
-    ctypes.PyDLL(None).usleep(12_000_000)  # with the GIL, longer than `KERNEL_LOST_S`: no thread runs Python
+    ctypes.PyDLL(None).usleep(12_000_000)  # with the GIL, longer than `LINK_SILENCE_S`: no thread runs Python
     assert list(running.result()) == ["n1", "n2"]
 
 
