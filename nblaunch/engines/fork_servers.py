@@ -209,6 +209,7 @@ class ForkServer:
                 self._problem = str(error)
                 self.stop()
                 raise StartError(self._problem) from None
+            self.is_awaited = self.is_awaited and not self.hello.problem
             return self.hello
 
     def is_importing(self) -> bool:
@@ -686,7 +687,8 @@ class Servers:
         if old.is_plain and not all(server.is_plain for server in self._servers) and not last.is_like(self._last[0]):
             packages = []  # a sweep over environments would build one after every launch
         ahead = [name for name in (*_SOON, *packages) if package_of(name) not in self._left_out]
-        missing = set(ahead) - set(old.ahead)
+        missing = set(map(package_of, ahead)) - set(map(package_of, old.ahead))  # libraries import more of their own
+        missing |= self._named.keys() & set(ahead) - set(old.ahead)
         return (old, last, list(dict.fromkeys((*old.ahead, *ahead)))) if missing else None
 
     def _wanted(self) -> list[str]:
