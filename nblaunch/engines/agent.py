@@ -338,10 +338,10 @@ class Agent:
         self._context = zmq.Context()
         self._socket = self._connected()
         self._wake = Wake()
-        signal.signal(signal.SIGTERM, self._note_term)
         self._reason_to_leave = ""
         self._term_at: float | None = None
         """When a SIGTERM was reported."""
+        signal.signal(signal.SIGTERM, self._note_term)
 
     def _connected(self) -> zmq.Socket[bytes]:
         made = self._context.socket(zmq.DEALER)

@@ -219,7 +219,7 @@ class ForkServer:
         except (OSError, ValueError):  # another thread has retired it
             return False
 
-    def fork_reaper(self, launch_id: str) -> Reaper:
+    def fork_reaper(self) -> Reaper:
         """Fork the reaper of a launch.
 
         Raises:
@@ -228,7 +228,7 @@ class ForkServer:
         here, there = channel_pair()
         with there, self._then_close(), self._lock:
             try:
-                self.channel.send(NewReaper(launch_id), [there.fileno()])
+                self.channel.send(NewReaper(), [there.fileno()])
             except OSError as error:
                 here.close()
                 if self.channel.closed:
@@ -409,12 +409,11 @@ class Servers:
                 self._last = [where, where]
             self.build_soon()
 
-    def reaper(self, method: Method, launch_id: str, where: Where | None = None) -> Reaper:
+    def reaper(self, method: Method, where: Where | None = None) -> Reaper:
         """Return the reaper of a new launch, from a running server.
 
         Args:
             method: ``forkserver`` or ``spawn``.
-            launch_id: Names the launch.
             where: Its ranks' environment and folder. Default: those of this process.
 
         Raises:
@@ -426,7 +425,7 @@ class Servers:
                 server = self._for(method, where)
                 try:
                     server.ready()
-                    return server.fork_reaper(launch_id)
+                    return server.fork_reaper()
                 except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                     if last:
                         raise StartError(f"the fork server died twice: {error}") from error
@@ -624,7 +623,8 @@ class Servers:
             _log.info("no fork server was started in the background", exc_info=True)
         finally:
             with self._lock:
-                self._builder = self._building = None
+                if self._builder is threading.current_thread():  # else another has begun
+                    self._builder = self._building = None
 
     def _may_build(self) -> bool:
         """Wait until no launch starts. Return False if there is nothing to build.
@@ -680,16 +680,18 @@ class Servers:
     def _next_step(self) -> tuple[ForkServer, Where, list[str]] | None:
         """Return a server, and where the next one has to import what it lacks; None if nothing is missing."""
         last = self._last[-1] if self._last else Where.here()
-        old = self._best(last)
+        rich = [each for each in self._servers if not each.is_plain and last.is_like(each.where)]
+        old = rich[0] if rich else self._best(last)  # also if a file of the notebook hides what it has
         if old is None or (old.hello is not None and old.hello.problem):
             return None
         packages = self._wanted() if self._last else []
         if old.is_plain and not all(server.is_plain for server in self._servers) and not last.is_like(self._last[0]):
             packages = []  # a sweep over environments would build one after every launch
         ahead = [name for name in (*_SOON, *packages) if package_of(name) not in self._left_out]
+        kept = [name for name in old.ahead if package_of(name) not in self._left_out]
         missing = set(map(package_of, ahead)) - set(map(package_of, old.ahead))  # libraries import more of their own
         missing |= self._named.keys() & set(ahead) - set(old.ahead)
-        return (old, last, list(dict.fromkeys((*old.ahead, *ahead)))) if missing else None
+        return (old, last, list(dict.fromkeys((*kept, *ahead)))) if missing else None
 
     def _wanted(self) -> list[str]:
         """Return the modules that the notebook has imported or the user has named."""

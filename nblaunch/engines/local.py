@@ -78,7 +78,7 @@ class LocalEngine:
             reaper = kernel_fork.fork_kernel(order.payload)
         else:
             where = Where(order.envs[0], order.process.cwd, order.named)
-            reaper = servers.reaper(cast("Method", order.method), order.launch_id, where)
+            reaper = servers.reaper(cast("Method", order.method), where)
         return LocalWorkers(order, reaper, wakeup)
 
     def prepare_next(self) -> None:

@@ -173,7 +173,6 @@ class LocalWorkers:
         order, process = self._order, self._order.process
         error_file = str(rank_file(order.log_dir, rank, "error.json"))
         return RankSpec(
-            launch_id=order.launch_id,
             rank=rank,
             local_rank=rank - self._ranks.start,
             world_size=order.world_size,

@@ -108,6 +108,8 @@ class CellInput:
         try:
             self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
             self._reading = prompt
+            if self._console.prompt is not prompt:  # nothing would say that its rank has gone
+                return None
             return getpass.getpass(prompt.text) if prompt.is_secret else input(prompt.text)
         except EOFError:
             return None

@@ -58,7 +58,7 @@ def compare(*runs: LaunchResult | pandas.DataFrame, **named: LaunchResult | pand
     if len(given) < 2:
         raise ValueError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
     metrics = [_metrics_of(argument, source) for argument, source in given]
-    labels = [*_labels([getattr(run, "name", "DataFrame") for run in runs], {*named}), *named]
+    labels = [*_labels([run.name if isinstance(run, LaunchResult) else "DataFrame" for run in runs], {*named}), *named]
     return Comparison(dict(zip(labels, metrics, strict=True)))
 
 
@@ -70,9 +70,8 @@ def _metrics_of(argument: str, source: Any) -> Metrics:
     else:
         raise TypeError(f"compare({argument}{source!r:.80}): must be a result of notebook_launcher or a DataFrame")
     if not any(report.values for report in metrics):
-        raise ValueError(
-            f"compare({argument}<{type(source).__name__}>): it has no metrics: its ranks never called report()"
-        )
+        why = "its ranks never called report()" if isinstance(source, LaunchResult) else "no column holds numbers"
+        raise ValueError(f"compare({argument}<{type(source).__name__}>): it has no metrics: {why}")
     return metrics
 
 

@@ -24,6 +24,8 @@ _MAX_BACKLOG_BYTES = 2 << 20
 """Unread bytes of all logs together while the launch runs: 8 seconds at the panel's rate."""
 _MAX_TAIL_BYTES = 1 << 20
 """Bytes searched for the last lines of a log."""
+_TAIL_BYTES = 32 << 10
+"""Bytes of a log from which its last lines are read if a flood has not been read yet."""
 _MIN_SKIP_BYTES = 128 << 10
 """Logs with fewer unread bytes skip nothing."""
 _BLOCK_BYTES = 64 << 10
@@ -148,7 +150,8 @@ class _Log:
     # -------------------------------------------------------------- sending
     def take(self, most: int) -> LogPart:
         """Take the next lines."""
-        self.read(max(0, most - self.unsent))
+        while self.at < self.size and self.unsent < most and self.end - self.sent < MAX_LINES // 2:
+            self.read(MAX_LINES // 2)  # bytes, so that no line falls out of `lines` before it is sent
         first, lines = max(self.sent, self.first), list[LineEntry]()
         for line in islice(self.lines, first - self.first, None):
             lines.append(line)
@@ -158,6 +161,23 @@ class _Log:
         self.sent = first + len(lines)
         self._sent_open = self.open if self.sent == self.end else []
         return LogPart(self.attempt, self.rank, self.stream, first, lines, self._sent_open)
+
+    def tail(self, count: int) -> tuple[list[LineEntry], bool]:
+        """Return the last lines, also those that were not read yet, and whether there are others."""
+        if self.at >= self.size:
+            lines = [*islice(self.lines, max(0, len(self.lines) - count), None)]
+            lines += [LineEntry(self.time, text) for text in self.open]
+            return lines, self.end + len(self.open) > count
+        at = begin = self._line_start(self.size - _TAIL_BYTES)
+        assembler, lines = LineAssembler(_BARS), []
+        for end, time in self._times:
+            if end > at:
+                new = assembler.feed(self.log.read(at, end))
+                del lines[max(0, len(lines) - assembler.retracted) :]
+                lines += [LineEntry(time, text) for text in new]
+                at = end
+        lines += [LineEntry(self._times[-1][1], text) for text in assembler.partials]
+        return lines[-count:], begin > 0 or len(lines) > count
 
     def rewind(self, end: int) -> None:
         """Send the lines from this number on again."""
@@ -233,15 +253,13 @@ class LogFeed:
             ranks: dict[int, list[_Log]] = {}
             for log in self._logs.values():
                 if log.attempt == last:
-                    log.skip(_MAX_TAIL_BYTES)
-                    log.read(log.size)
                     ranks.setdefault(log.rank, []).append(log)
             return [_tail(rank, ranks[rank], count) for rank in sorted(ranks)]
 
 
 def _tail(rank: int, logs: Sequence[_Log], count: int) -> RankTail:
-    lines = [line for log in logs for line in islice(log.lines, max(0, len(log.lines) - count), None)]
-    lines += [LineEntry(log.time, text) for log in logs for text in log.open]
+    tails = [log.tail(count) for log in logs]
+    lines = [line for its, _ in tails for line in its]
     lines.sort(key=lambda line: line.time)  # stable: lines of one time keep their order
-    total = sum(log.end + len(log.open) for log in logs)
-    return RankTail(rank, tuple(line.text for line in lines[-count:]), total > count, logs[0].log.name)
+    has_more = len(lines) > count or any(more for _, more in tails)
+    return RankTail(rank, tuple(line.text for line in lines[-count:]), has_more, logs[0].log.name)

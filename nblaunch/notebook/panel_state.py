@@ -142,7 +142,7 @@ class PanelState:
             if status.state in ("returned", "failed", "ended"):
                 self.pids.pop(status.rank, None)
             self._mark("ranks", [status.rank])
-        if self.state.name == "starting" and "running" in self.ranks.values():
+        if self.state.name == "starting" and not {"running", "waiting"}.isdisjoint(self.ranks.values()):
             self._set(name="running")
 
     def add_reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:

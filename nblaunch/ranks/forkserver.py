@@ -7,7 +7,6 @@ so and forks no ranks; the kernel falls back to ``spawn``, or starts a server wi
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -20,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.inventory import has_used_cuda
@@ -88,7 +87,7 @@ def _imported(channel: Channel, preload: Sequence[str], ahead: Sequence[str], cw
         problem = problem or f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
     gc.freeze()  # else a collection would write to every page that ranks share
     gc.enable()
-    return Hello(PROTOCOL, os.getpid(), problem, time.monotonic() - begin, packages, package)
+    return Hello(PROTOCOL, problem, time.monotonic() - begin, packages, package)
 
 
 def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[str, str]:
@@ -99,8 +98,6 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
     filters, known, package = list(warnings.filters), set(sys.modules), ""
     with contextlib.suppress(OSError):  # the directory is gone; ranks will report it
         os.chdir(cwd)
-    register, substitute = atexit.register, atexit
-    substitute.register = _unregistered  # else each rank would run the function at its exit
     try:
         for name in modules:
             if package_of(name) != package:
@@ -108,7 +105,7 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
                 channel.send(Importing(package))
             try:
                 importlib.import_module(name)
-            except Exception as error:  # noqa: BLE001  # whatever a module raises
+            except BaseException as error:  # noqa: BLE001  # whatever a module raises, SystemExit too
                 if name == package:
                     return package, f"importing it raises {type(error).__name__}: {error}"
                 # a submodule that fails to import here is left to the ranks
@@ -120,14 +117,9 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
             if problem:
                 return package, problem
     finally:
-        substitute.register = register
         os.chdir(os.sep)
         environment.keep_filters_since(filters)
     return "", ""
-
-
-def _unregistered(function: Any, /, *args: object, **kwargs: object) -> Any:
-    return function
 
 
 def fork_problem() -> str:

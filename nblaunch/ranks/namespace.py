@@ -6,6 +6,7 @@ import builtins
 import inspect
 import itertools
 import rlcompleter
+import secrets
 import sys
 import types
 import weakref
@@ -60,6 +61,8 @@ class Namespace:
         self._lost: tuple[str, ...] = ()
         """Names of the last task that could not be rebuilt, and why."""
         self._keys: dict[int, str] = {}
+        self._token = secrets.token_hex(8)
+        """Of this process: a restarted rank knows keys of the one before."""
         self._shared: list[object] = []
         """Keeps what `key_of` has named alive: ids are used again."""
         self._error: BaseException | None = None
@@ -73,6 +76,7 @@ class Namespace:
 
         What the rank did to a value in place stays until the notebook's value changes.
         """
+        self._shared.clear()  # of a restart that was given up
         if not isinstance(payload.function, Question):
             self._error = None
         self.main.update(payload.main)
@@ -225,7 +229,7 @@ class Namespace:
         key = self._keys.get(id(obj), "")
         if not key and torch is not None and isinstance(obj, (torch.Tensor, torch.nn.Module)):
             self._shared.append(obj)
-            key = f"{id(obj)} before the restart"
+            key = f"{id(obj)} of {self._token}"
         return key, False
 
 

@@ -134,37 +134,10 @@ def seeded(seed: int, *generators: torch.Generator) -> Iterator[None]:
             stack.callback(generator.set_state, generator.get_state())
             generator.manual_seed(seed)
         if "numpy" in sys.modules:
-            stack.enter_context(_spare_numpy_generator(sys.modules["numpy"]))
+            numpy = sys.modules["numpy"]
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         _seed_python_and_numpy(seed % _SEED_LIMIT)
         yield
-
-
-_spares: list[Any] = []
-"""Unused bit generators: making one takes 0.4 ms."""
-
-
-@contextmanager
-def _spare_numpy_generator(numpy: Any) -> Iterator[None]:
-    """Give NumPy's global functions another bit generator, and put the original back on exit.
-
-    Saving and restoring the original's state would take 0.4 ms per batch. The second of a pair of normal numbers,
-    which NumPy keeps outside of the bit generator, is dropped.
-    """
-    if not hasattr(numpy.random, "set_bit_generator"):  # before NumPy 1.24
-        state = numpy.random.get_state()
-        try:
-            yield
-        finally:
-            numpy.random.set_state(state)
-        return
-    own = numpy.random.get_bit_generator()
-    spare = _spares.pop() if _spares else numpy.random.MT19937()
-    numpy.random.set_bit_generator(spare)
-    try:
-        yield
-    finally:
-        numpy.random.set_bit_generator(own)
-        _spares.append(spare)
 
 
 def _seed_python_and_numpy(seed: int) -> None:

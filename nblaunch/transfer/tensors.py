@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import sys
+import weakref
 from typing import Any, NamedTuple, Protocol
 
 from nblaunch.machine.segments import Region, memory_at
@@ -398,8 +399,14 @@ def mapped_array(filename: str, mode: Any, identity: tuple[int, int], start: int
         raise ValueError(f"{filename} is another file than the one that was sent: map it again")
     if status.st_size < start + size:
         raise ValueError(f"{filename} is shorter than what is mapped of it")
-    mapped: Any = numpy.memmap(filename, numpy.uint8, mode, start, size)
-    return strided_array(memoryview(mapped), *layout)
+    mapped: Any = _maps.get((identity, mode))  # views share a mapping: each has a descriptor
+    if mapped is None or mapped.size < start + size:
+        mapped = _maps[identity, mode] = numpy.memmap(filename, numpy.uint8, mode)
+    return strided_array(memoryview(mapped)[start : start + size], *layout)
+
+
+_maps: weakref.WeakValueDictionary[tuple[tuple[int, int], str], Any] = weakref.WeakValueDictionary()
+"""Files that are mapped, by identity and mode."""
 
 
 def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:

@@ -26,7 +26,6 @@ class Hello:
     """Fork server -> kernel, once, after its imports; the server never changes afterwards."""
 
     protocol: int
-    pid: int
     problem: str
     """Why it must not fork ranks (a second thread, CUDA, a failed import); empty if it may."""
     seconds: float
@@ -45,9 +44,7 @@ class Importing:
 
 @dataclass(frozen=True, slots=True)
 class NewReaper:
-    """Kernel -> fork server: fork a reaper for this launch. One descriptor: its control socket."""
-
-    launch_id: str
+    """Kernel -> fork server: fork the reaper of a launch. One descriptor: its control socket."""
 
 
 # ------------------------------------------------------------------ reaper and kernel
@@ -60,7 +57,6 @@ class ReaperStarted:
 class RankSpec:
     """What a rank's process needs before its first message from the kernel."""
 
-    launch_id: str
     rank: int
     local_rank: int
     world_size: int

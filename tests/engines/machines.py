@@ -106,7 +106,7 @@ class Machine(KnownMachine):
                 yield int(pid), name, command
 
     def ranks(self) -> list[int]:
-        """Return the pids of the ranks here, and of their reapers, but not of spare ones."""
+        """Return the pids of the ranks here, and of their reapers."""
         return [pid for pid, name, _ in self._listed() if name in ("nblaunch-rank", "nblaunch-reaper")]
 
     def kill(self, *pids: int) -> None:

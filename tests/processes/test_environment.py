@@ -29,7 +29,7 @@ from tests.processes.conftest import Launcher
 
 @pytest.fixture(autouse=True)
 def _imported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no successor import what takes long: each environment has servers of its own."""
+    """Let no server import what takes long: each environment has servers of its own."""
     monkeypatch.setattr(fork_servers, "_SOON", ())
 
 

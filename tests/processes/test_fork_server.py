@@ -36,7 +36,7 @@ IN_ITS_IMPORT = {
 
 
 @pytest.fixture(autouse=True)
-def _no_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no server of this process begin while a test looks which there are, and none import what takes long."""
     settled_server()
     monkeypatch.setattr(fork_servers, "_SOON", ())
@@ -92,7 +92,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     own.warm_up()
-    own.reaper("spawn", "launch").channel.close()
+    own.reaper("spawn").channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
 
@@ -108,7 +108,7 @@ def test_a_fork_server_that_has_exited_unnoticed_is_replaced(
     server.process.wait(LONG)
     with monkeypatch.context() as context:
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
-        own.reaper(method, "launch").channel.close()
+        own.reaper(method).channel.close()
     assert server not in own._servers
 
 
@@ -126,9 +126,9 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
         with pytest.raises(
             StartError, match=r"^the ranks could not be started: .*Too many open files.*\(.*ulimit -n\)$"
         ):
-            own.reaper("forkserver", "launch")
+            own.reaper("forkserver")
     assert present_server(own) is server
-    own.reaper("forkserver", "launch").channel.close()
+    own.reaper("forkserver").channel.close()
 
 
 def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatc
         return chosen[-1]
 
     monkeypatch.setattr(own, "_for", late)
-    own.reaper("forkserver", "launch").channel.close()
+    own.reaper("forkserver").channel.close()
     assert present_server(own) is chosen[1] is not chosen[0]
 
 
@@ -156,7 +156,7 @@ def test_a_wait_for_an_abandoned_server_moves_to_the_next(own: Servers, monkeypa
         return wait()
 
     monkeypatch.setattr(before, "_wait_for_hello", given_up_meanwhile)
-    own.reaper("forkserver", "launch").channel.close()
+    own.reaper("forkserver").channel.close()
     assert before not in own._servers
 
 
@@ -196,7 +196,7 @@ def test_concurrent_environments_keep_their_own_servers(
     def launch(number: int) -> str:
         where = Where({**os.environ, "PYTHONHASHSEED": str(number)}, os.sep, ("PYTHONHASHSEED",))
         method = own.usable("forkserver", where)
-        own.reaper(method, f"launch{number}", where).channel.close()
+        own.reaper(method, where).channel.close()
         return method
 
     monkeypatch.setattr(fork_servers, "ForkServer", Counted)
@@ -275,7 +275,7 @@ def test_a_failed_server_start_fails_no_cell_and_is_retried(own: Servers, monkey
         raise StartError("no more processes")
 
     monkeypatch.setattr("nblaunch.engines.local.servers", own)
-    own.reaper("forkserver", "launch").channel.close()
+    own.reaper("forkserver").channel.close()
     before = present_server(own)
     monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on
     monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
@@ -284,8 +284,8 @@ def test_a_failed_server_start_fails_no_cell_and_is_retried(own: Servers, monkey
         NotebookFrontend(None).after_cell(None)
         assert own.status()[0] == "fork server: not running; the next launch starts it"
         with pytest.raises(StartError, match="no more processes"):
-            own.reaper("forkserver", "launch")
-    own.reaper("forkserver", "launch").channel.close()
+            own.reaper("forkserver")
+    own.reaper("forkserver").channel.close()
     assert before not in own._servers
 
 
@@ -358,7 +358,7 @@ def test_an_idle_server_ends_and_the_next_cell_starts_one(
 
 def test_a_server_is_not_idle_while_a_launch_runs(own: Servers, preload: Callable[[str], None]) -> None:
     preload(SOON_IDLE)
-    reaper = own.reaper("forkserver", "launch")
+    reaper = own.reaper("forkserver")
     server = present_server(own)
     time.sleep(1.5)
     assert server.alive()
@@ -378,7 +378,7 @@ def test_a_server_below_an_agent_stays(preload: Callable[[str], None]) -> None:
 
 
 def test_the_status_names_the_memory_of_a_server(own: Servers) -> None:
-    own.reaper("forkserver", "launch").channel.close()
+    own.reaper("forkserver").channel.close()
     found = re.fullmatch(r"fork server: pid \d+, 1 launch, (\d+) MB, ready after [\d.]+ s", own.status()[0])
     assert found is not None
     assert 50 < int(found[1]) < 1000

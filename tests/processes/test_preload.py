@@ -44,6 +44,7 @@ BAD = {
     "ends_the_process": (f"{IN_BUILDER}os._exit(3)\n", "importing it ends the process"),
     "hangs": (f"import time\n{IN_BUILDER}time.sleep(600)\n", "importing it takes more than 2 s"),
     "raises": (f"{IN_BUILDER}raise ValueError('no licence')\n", "importing it raises ValueError: no licence"),
+    "exits": (f"import sys\n{IN_BUILDER}sys.exit(2)\n", "importing it raises SystemExit: 2"),
     "touches_cuda": (
         f"import torch\n{IN_BUILDER}torch.cuda.is_initialized = lambda: True\n",
         "the preload initialised CUDA",
@@ -262,16 +263,6 @@ def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Serve
     assert tries.read_text() == ".."
     own._named.pop("fails")
     own._left_out.pop("fails")
-
-
-def test_no_rank_runs_an_exit_function_of_a_package(own: Servers, site: Path, tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    at_exit = f"import atexit, pathlib\natexit.register(pathlib.Path({str(ran)!r}).touch)\n"
-    (site / "exits.py").write_text(at_exit + RECORDS)
-    had(own, "exits")
-    ran.unlink(missing_ok=True)  # of ranks that imported it
-    assert not imported_by_ranks(launched("exits"))
-    assert not ran.exists()
 
 
 def test_a_package_that_reads_its_rank_is_known(own: Servers) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,8 @@ def _write(
     if "display" not in names.names and re.search(r"\bdisplay\(", f"{body}\n{main.text}"):
         body = f"{body}\n\n\ndisplay = print".lstrip("\n")
         names.notes.append("display() prints")
+    if not main.name:  # definitions may use them, too
+        main = replace(main, uses=main.uses | (set(re.findall(r"\w+", body)) & {*FILLED_IN}))
     content = script.script_text(body, main)
     compile(content, str(target), "exec")
 

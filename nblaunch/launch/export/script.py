@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nblaunch.launch.export.cell_statements import Statement
 from nblaunch.transfer.parameters import FILLED_IN
 
+_FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.+)", re.MULTILINE)
 _DEFINITION = re.compile(r"(#.*\n)*(@|def |async def |class )")
 
 
@@ -57,8 +58,8 @@ def script_text(statements: str, main: Main) -> str:
     """
     words = set(re.findall(r"\w+", f"{statements}\n{main.text}"))
     block = _main_block(main, words)
-    future = re.findall(r"^from __future__ import .+$", statements, re.MULTILINE)
-    statements = re.sub(r"^from __future__ import .+\n*", "", statements, flags=re.MULTILINE)
+    future = [match[0] for match in _FUTURE.finditer(statements)]
+    statements = re.sub(rf"{_FUTURE.pattern}\n*", "", statements, flags=re.MULTILINE)
     lines = statements.splitlines()
     needed = [name for name in ("os", "pathlib", "torch") if re.search(rf"\b{name}\.", f"{statements}\n{block}")]
     imports = [line for name in needed if (line := f"import {name}") not in lines]

@@ -90,7 +90,7 @@ class LogPiece:
     rank: int
     stream: Stream
     piece: Piece
-    """Empty for a view with `View.wants_text` false."""
+    """Empty for a view with `View.wants_text` false, unless ``metric_patterns`` search it."""
     log: Log
     """The whole log, which can be read at any time."""
     end: int = 0

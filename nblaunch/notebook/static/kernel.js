@@ -135,7 +135,8 @@ export class KernelLink {
   look(rank) {
     this.send({ kind: "look", launch: this.launch.id, rank });
     this.launch.notify("");
-    this.#after("look", ANSWER_TIMEOUT_MS, () => this.launch.notify("The kernel does not answer while its cell runs."));
+    const late = `Rank ${rank} has opened no debugger: it runs C code, or the kernel does not answer while its cell runs.`;
+    this.#after("look", ANSWER_TIMEOUT_MS, () => this.launch.notify(late));
   }
 
   /** A rank waits for a line. */
