@@ -136,11 +136,8 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         if words:
             raise UsageError(f"%distributed who {' '.join(words)}: write --name for the session of a name")
         return _who(_named(given))
-    if (
-        action == "debug"
-        and not (given or words)
-        and (waiting := [each for each in live_launches() if each.console.stopped])
-    ):
+    waiting = [each for each in live_launches() if each.console.stopped]
+    if action == "debug" and waiting and not (given or words):
         waiting[0].wait()
         return ""
     if action == "debug":
