@@ -706,7 +706,9 @@ class Servers:
 
 
 def _packages_in(modules: Sequence[str]) -> str:
-    return ", ".join(sorted(set(map(package_of, modules))))
+    """Return the packages of these modules that not every server has soon; of all, if there are none."""
+    own = [name for name in modules if name not in _SOON]
+    return ", ".join(sorted(set(map(package_of, own or modules))))
 
 
 servers = Servers()
