@@ -109,7 +109,7 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
         )
 
     try:
-        parcel = pack(build, state_root(), parts_of(payload), is_cached=True, is_here=is_here)
+        parcel = pack(build, state_root, parts_of(payload), is_cached=True, is_here=is_here)
     except ArgumentError:
         raise
     except NoRoomError as error:

@@ -124,7 +124,7 @@ def _pack(
             name if name not in parts else f"{name} of {payloads.name_of(payload.function)}": value
             for name, value in arguments.items()
         }
-        parcel = pack(build, state_root(), parts, gathered.home, is_cached=True, is_here=ranks.sent.is_here)
+        parcel = pack(build, state_root, parts, gathered.home, is_cached=True, is_here=ranks.sent.is_here)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
         name = payloads.name_of(payload.function)
         if code and isinstance(code[0], types.FunctionType):

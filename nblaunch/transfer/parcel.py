@@ -83,7 +83,7 @@ def _close(blob: int, held: list[object]) -> None:
 # ------------------------------------------------------------------ packing
 def pack(
     build: Callable[[pickling.Found], Any],
-    folder: Path,
+    folder: Path | Callable[[], Path],
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
     *,
@@ -94,7 +94,7 @@ def pack(
 
     Args:
         build: Called with the definitions that the pickler finds in `parts`; see `nblaunch.transfer.pickling.dump`.
-        folder: Where to put files if memory is short.
+        folder: Where to put files if memory is short, or what makes the place once there is something to put.
         parts: Parts of the object, by name: their sizes are measured, and the receiver's errors name them. Default:
             none.
         home: See `nblaunch.transfer.pickling.Pickler`.
@@ -120,12 +120,12 @@ def pack(
         raise
 
 
-def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cached: bool) -> Parcel:
+def _assemble(outgoing: Outgoing, folder: Path | Callable[[], Path], parts: tuple[str, ...], is_cached: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     whole, views = outgoing.resolve()
     place = sent_data_cache.place if is_cached else segments.write
-    placed = place(whole, folder) if whole else []
+    placed = place(whole, _made(folder)) if whole else []
     used = list({id(each.segment): each.segment for each in placed}.values())
     numbers = {id(segment): number for number, segment in enumerate(used)}
 
@@ -144,9 +144,13 @@ def _assemble(outgoing: Outgoing, folder: Path, parts: tuple[str, ...], is_cache
         parts,
     )
     head, size = pickle.dumps(layout, protocol=5), sum(map(len, outgoing.stream))
-    in_folder = segments.find_room(size, folder) if size >= _MIN_CHECKED_BYTES else None
+    in_folder = segments.find_room(size, _made(folder)) if size >= _MIN_CHECKED_BYTES else None
     blob = write_blob(head, *outgoing.stream, folder=in_folder)
     return Parcel(blob, used, outgoing, sum(region.size for region, at in zip(whole, placed, strict=True) if at.is_new))
+
+
+def _made(folder: Path | Callable[[], Path]) -> Path:
+    return folder if isinstance(folder, Path) else folder()
 
 
 # ------------------------------------------------------------------ unpacking
