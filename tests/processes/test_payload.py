@@ -194,10 +194,9 @@ class Tokens(Dataset[int]):
 
 
 def own_memory() -> int:
-    """Bytes of this process's memory that no file holds."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in lines[1:]}
-    return sizes["Pss_Anon:"] + sizes["Pss_Shmem:"]
+    """Bytes of this process's memory that no file holds, also those that it shares with its workers since the fork."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def read_all(tokens: Tokens) -> tuple[list[int], int, int]:
