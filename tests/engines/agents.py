@@ -18,8 +18,9 @@ from nblaunch.wire.link_messages import Boot
 from tests.conftest import MARK, eventually
 from tests.engines.machines import KnownMachine
 
-AGENT = """
+AGENT = f"""
 from nblaunch.engines import fork_servers
+fork_servers._OWN_ENVIRONMENT["{MARK}"] = ""  # as the agent: the ranks' environment has it
 fork_servers._PRELOAD += ("pytest",)  # each rank imports a test file
 fork_servers._SOON = ()  # and has no optimizer
 from nblaunch.engines.agent import main

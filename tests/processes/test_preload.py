@@ -70,6 +70,7 @@ def own(site: Path) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_servers, "_SOON", ())
         patch.setattr(timeouts, "BUILD_QUIET_S", 0.02)
+        servers.stop()  # what other files have had imported soon counts as packages now
         yield servers
         servers.stop()
         eventually(lambda: servers._builder is None)
