@@ -576,7 +576,8 @@ class Servers:
     def _collect(self) -> None:
         """Forget servers that have exited, and retire those of an earlier installation."""
         self._retired = [old for old in self._retired if old.alive()]
-        self._bare = self._bare if self._bare is not None and self._bare.alive() else None
+        if self._bare is not None and not self._bare.alive():
+            self._retire(self._bare)
         for server in list(self._servers):
             if server.installed != installed_now():
                 _log.info("what is installed has changed: starting a new fork server")
