@@ -7,11 +7,9 @@ and of the day one run each.
 Usage: python -m tests.benchmarks [--only launch,data,...] [--rounds 11] [--quick] [--write] [--json FILE]
                                   [--plots FOLDER]
 
-Where the time of a launch of two ranks goes, on 2 cores (by time stamps in a copy of the package): checking, packing
-and asking the fork server 4 ms, each rank's own start 4, meeting by gloo 3, unpacking and the notebook's settings 2,
-the function 2, the ends 2, and the result in the kernel 3. IPython and Jupyter's messages add 5 to the cell. What takes
-longer happens before or after: forking the reaper and the ranks (11), touching and looking up what gloo needs in them
-(9 of 12), and the exit of the processes (8). With data it is the copy into sealed memory, or the compare with what was
+Where the time of a launch of two ranks goes, on 2 cores (by time stamps): checking, packing and asking the fork server
+10 ms, its fork of the reaper 7, the reaper's forks of the ranks 16, their own start and their meeting by gloo 26, the
+function and its result 8, and the exits 15. With data it is the copy into sealed memory, or the compare with what was
 sent before; and both are as fast as memory is.
 """
 
