@@ -22,7 +22,7 @@ from nblaunch.wire import directory_lock
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.link_messages import Files, NeedFiles, Place, Written
 
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 18
 """Of files in one message."""
 _KEPT_DIRECTORIES = 3
 """Of the last tasks of kept ranks; the first directory of a group stays."""

@@ -11,7 +11,7 @@ from nblaunch.machine import sealed_files
 from nblaunch.machine.sealed_files import Draft
 from nblaunch.wire.link_messages import BlobPart, Part
 
-PART_BYTES = 1 << 16
+PART_BYTES = 1 << 18
 """Of a blob in one message. ZeroMQ takes a connection that brings no whole message for 4 s for dead."""
 
 
