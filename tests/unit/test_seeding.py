@@ -105,16 +105,6 @@ def test_seeded_leaves_a_numpy_generator_of_the_users_choice() -> None:
     assert first == np.random.RandomState(np.random.PCG64(3)).rand()
 
 
-def test_seeded_reads_no_state_of_numpys_bit_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes far longer than all else here, and comes with every batch."""
-    read: list[str] = []
-    monkeypatch.setattr(np.random, "get_state", lambda *_: read.append("get_state"))
-    monkeypatch.setattr(np.random, "set_state", lambda *_: read.append("set_state"))
-    with seeded(5):
-        pass
-    assert read == []
-
-
 def test_derived_seeds_differ_and_stay_the_same_over_versions() -> None:
     seeds = {derived_seed(seed, epoch) for seed in range(40) for epoch in range(40)}
     assert len(seeds) == 1600
