@@ -287,6 +287,7 @@ class Link:
         finally:
             for peer in self._peers.values():
                 self._on_lost(peer, "its nodes were released" if self._is_closing else "the link to it has failed")
+            self._socket.disable_monitor()  # while its other end is open: libzmq would wait to tell it of the end
             self._context.destroy(linger=0)
             self._wake_read.close()
             self._wake_write.close()
