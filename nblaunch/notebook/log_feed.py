@@ -164,20 +164,16 @@ class _Log:
 
     def tail(self, count: int) -> tuple[list[LineEntry], bool]:
         """Return the last lines, also those that were not read yet, and whether there are others."""
-        if self.at >= self.size:
-            lines = [*islice(self.lines, max(0, len(self.lines) - count), None)]
-            lines += [LineEntry(self.time, text) for text in self.open]
-            return lines, self.end + len(self.open) > count
-        at = begin = self._line_start(self.size - _TAIL_BYTES)
-        assembler, lines = LineAssembler(_BARS), []
-        for end, time in self._times:
-            if end > at:
-                new = assembler.feed(self.log.read(at, end))
-                del lines[max(0, len(lines) - assembler.retracted) :]
-                lines += [LineEntry(time, text) for text in new]
-                at = end
-        lines += [LineEntry(self._times[-1][1], text) for text in assembler.partials]
-        return lines[-count:], begin > 0 or len(lines) > count
+        if self.at < self.size:  # beside this one, which the page follows
+            ahead = _Log(self.log, self.attempt, self.rank, self.stream)
+            ahead.size, ahead._times = self.size, self._times.copy()
+            ahead.at = begin = self._line_start(self.size - _TAIL_BYTES)
+            ahead.read(self.size)
+            lines, has_more = ahead.tail(count)
+            return lines, has_more or begin > 0
+        lines = [*islice(self.lines, max(0, len(self.lines) - count), None)]
+        lines += [LineEntry(self.time, text) for text in self.open]
+        return lines, self.end + len(self.open) > count
 
     def rewind(self, end: int) -> None:
         """Send the lines from this number on again."""
