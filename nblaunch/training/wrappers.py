@@ -194,22 +194,39 @@ class GradientState:
         return self.sync and id(inner) not in self._skipped
 
 
-class SteppedOptimizer(Optimizer):
-    """Wraps an optimizer: ``step`` and ``zero_grad`` act only when a step is complete.
+class _Stepped:
+    """Wraps an optimizer or a scheduler, and has its state and attributes.
 
     Attributes:
-        inner: The wrapped optimizer.
+        inner: What is wrapped.
     """
 
-    def __init__(self, inner: Optimizer, gradient_state: GradientState) -> None:
-        self.inner = inner  # not Optimizer.__init__, which would build new parameter groups
+    inner: Any
+
+    def __init__(self, inner: Any, gradient_state: GradientState) -> None:
+        self.inner = inner  # not torch's __init__, which would build new parameter groups, or reset the learning rate
         self.gradient_state = gradient_state
 
     def __getattr__(self, name: str) -> Any:
-        return _inner_attribute(self, name)
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)  # during unpickling there is no inner object yet
+        return getattr(self.inner, name)
 
     def __reduce__(self) -> Any:
-        return SteppedOptimizer, (self.inner, self.gradient_state)
+        return type(self), (self.inner, self.gradient_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class SteppedOptimizer(_Stepped, Optimizer):
+    """Wraps an optimizer: ``step`` and ``zero_grad`` act only when a step is complete."""
+
+    inner: Optimizer
 
     def __repr__(self) -> str:
         return f"SteppedOptimizer({self.inner!r})"
@@ -221,32 +238,14 @@ class SteppedOptimizer(Optimizer):
         if self.gradient_state.sync:
             self.inner.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
 
 
-class SteppedScheduler(LRScheduler):
-    """Wraps a learning-rate scheduler: it advances only with a real step of its optimizer.
+class SteppedScheduler(_Stepped, LRScheduler):
+    """Wraps a learning-rate scheduler: it advances only with a real step of its optimizer."""
 
-    Attributes:
-        inner: The wrapped scheduler.
-    """
-
-    def __init__(self, inner: LRScheduler, gradient_state: GradientState) -> None:
-        self.inner = inner  # not LRScheduler.__init__, which would reset the learning rate
-        self.gradient_state = gradient_state
-
-    def __getattr__(self, name: str) -> Any:
-        return _inner_attribute(self, name)
-
-    def __reduce__(self) -> Any:
-        return SteppedScheduler, (self.inner, self.gradient_state)
+    inner: LRScheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self.gradient_state.has_stepped(self.inner.optimizer):
@@ -257,15 +256,3 @@ class SteppedScheduler(LRScheduler):
 
     def get_lr(self) -> list[Any]:
         return self.inner.get_lr()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-
-def _inner_attribute(wrapper: Any, name: str) -> Any:
-    if name == "inner" or name.startswith("__"):
-        raise AttributeError(name)  # during unpickling there is no inner object yet
-    return getattr(wrapper.inner, name)
