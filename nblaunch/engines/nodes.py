@@ -311,7 +311,7 @@ class Nodes:
         elif isinstance(message, Leaving):
             node.leaving = message.reason
             for group in list(self._groups.values()):
-                group.warn(node.index, f"{node.machine.name}: {message.reason}")
+                group.warn(f"{node.machine.name}: {message.reason}")
         else:
             group_of = self._groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
             if group_of is not None:
@@ -760,7 +760,7 @@ class NodeWorkers:
         with self._changed:
             self._changed.notify_all()
 
-    def warn(self, node: int, reason: str) -> None:
+    def warn(self, reason: str) -> None:
         """Note that a node will be lost soon."""
         self._add(NodeLeaving(reason))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from nblaunch.engines import current
 from nblaunch.engines.protocol import Engine
@@ -35,14 +36,9 @@ _IGNORED: dict[str, tuple[Any, str]] = {
     "log_line_prefix_template": (None, "each line starts with its rank, as in [rank 1]"),
 }
 """accelerate's keywords without effect: their defaults, and the reason."""
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _named_arguments(function: _F) -> _F:
-    return named_arguments(function, _IGNORED)
-
-
-@_named_arguments
+@partial(named_arguments, more=_IGNORED)
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),

@@ -248,7 +248,7 @@ def map_segment(fd: int, size: int, *, is_shared: bool = False) -> memoryview:
     here = ctypes.c_ubyte.from_buffer(reserved)
     kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
     try:
-        _map(ctypes.addressof(here), size, kind | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
+        _map(ctypes.addressof(here), size, kind | _MAP_FIXED | _MAP_NORESERVE, fd)
     finally:
         del here
     return memoryview(reserved)
@@ -259,10 +259,10 @@ def move_page(address: int, fd: int) -> None:
     os.truncate(fd, _PAGE)
     file = mmap.mmap(fd, _PAGE)
     _with_gil.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(file)), address, _PAGE)
-    _map(address, _PAGE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0, _with_gil)
+    _map(address, _PAGE, mmap.MAP_SHARED | _MAP_FIXED, fd, _with_gil)
 
 
-def _map(address: int, size: int, flags: int, fd: int, offset: int, libc: ctypes.CDLL = _libc) -> None:
-    if libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == _MAP_FAILED:
+def _map(address: int, size: int, flags: int, fd: int, libc: ctypes.CDLL = _libc) -> None:
+    if libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
