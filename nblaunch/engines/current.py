@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError
-from nblaunch.machine import argument_checks
+from nblaunch.machine import arguments
 
 if TYPE_CHECKING:
     from nblaunch.engines.node_engine import Starter  # which imports ZeroMQ
@@ -33,7 +33,7 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
     Raises:
         ArgumentError: There is no such engine, or it cannot have that many nodes.
     """
-    count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
     kind, words = _kind_of(name)
     if kind == "auto":
         kind = "slurm" if count != 1 and _in_several_nodes() else "local"
@@ -76,7 +76,7 @@ def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
     Raises:
         ArgumentError: There is no such engine, or an option is invalid.
     """
-    count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
     kind, words = _kind_of(name)
     if kind == "local":
         _check_local(count)

@@ -19,7 +19,7 @@ from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views.base import preparing
 from nblaunch.machine import timeouts
-from nblaunch.machine.argument_names import named_arguments
+from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import rank_variables
 from nblaunch.wire.messages import Payload

@@ -14,8 +14,8 @@ from nblaunch.launch.machines import machines_of, with_usable_method
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
-from nblaunch.machine import argument_checks
-from nblaunch.machine.argument_names import unknown_argument
+from nblaunch.machine import arguments
+from nblaunch.machine.arguments import unknown_argument
 
 OPTIONS = {
     "engine",
@@ -85,7 +85,7 @@ def session(
     running = find(name)
     if running is not None:
         return _same(running, given)
-    timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
+    timeout = None if idle_timeout is None else arguments.seconds("idle_timeout", idle_timeout)
     engine = current.chosen(options.pop("engine", "auto"), options.pop("num_nodes", None))
     if not engine.is_local:
         make_plan([ANY_MACHINE], engine, num_processes=num_processes, **options)  # before a node is asked for

@@ -14,7 +14,7 @@ from typing import Any
 from nblaunch.engines.protocol import Engine, Store
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.launch.output.metric_patterns import compile_patterns
-from nblaunch.machine import argument_checks, timeouts
+from nblaunch.machine import arguments, timeouts
 from nblaunch.machine.inventory import Machine, free_descriptors
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import describes_task
@@ -183,7 +183,7 @@ def make_plan(
     if machines[0].platform == "win32":
         raise ArgumentError("nblaunch runs on Linux and macOS; on Windows, run the notebook inside WSL 2")
     device = _device(device, machines)
-    backend = backend if backend is None else argument_checks.one_of("backend", backend, BACKENDS)
+    backend = backend if backend is None else arguments.one_of("backend", backend, BACKENDS)
     counts = [_local_ranks(num_processes, device, backend, machine, len(machines)) for machine in machines]
     patterns = compile_patterns(metric_patterns)
     for count, machine in zip(counts, machines, strict=True):
@@ -212,16 +212,16 @@ def make_plan(
         places=tuple(places),
         device=device,
         backend=backend or (f"cpu:gloo,cuda:{machines[0].gpu_backend}" if device == "cuda" else "gloo"),
-        method=engine.resolve(argument_checks.one_of("start_method", start_method, engine.start_methods)),
+        method=engine.resolve(arguments.one_of("start_method", start_method, engine.start_methods)),
         envs=tuple(envs),
-        max_restarts=argument_checks.whole_number("max_restarts", max_restarts, least=0),
-        timeout=None if timeout is None else argument_checks.seconds("timeout", timeout),
-        stop_grace=argument_checks.seconds("stop_grace", stop_grace),
+        max_restarts=arguments.whole_number("max_restarts", max_restarts, least=0),
+        timeout=None if timeout is None else arguments.seconds("timeout", timeout),
+        stop_grace=arguments.seconds("stop_grace", stop_grace),
         metric_patterns=patterns,
         named=tuple(extra),
         preload=_modules(preload),
-        on_error=argument_checks.one_of("on_error", on_error, ON_ERROR),
-        on_breakpoint=argument_checks.one_of("on_breakpoint", on_breakpoint, ON_BREAKPOINT),
+        on_error=arguments.one_of("on_error", on_error, ON_ERROR),
+        on_breakpoint=arguments.one_of("on_breakpoint", on_breakpoint, ON_BREAKPOINT),
     )
 
 
@@ -237,7 +237,7 @@ def _modules(names: Any) -> tuple[str, ...]:
 
 
 def _device(device: Any, machines: Sequence[Machine]) -> str:
-    chosen = argument_checks.one_of("device", device, DEVICES)
+    chosen = arguments.one_of("device", device, DEVICES)
     without = [machine for machine in machines if machine.gpus == 0]
     if chosen == "auto" and len(without) in (0, len(machines)):
         return "cpu" if without else "cuda"
@@ -257,7 +257,7 @@ def _device(device: Any, machines: Sequence[Machine]) -> str:
 def _local_ranks(num_processes: Any, device: str, backend: str | None, machine: Machine, nodes: int) -> int:
     if num_processes is None:
         return machine.gpus if device == "cuda" else DEFAULT_CPU_RANKS if nodes == 1 else 1
-    count = argument_checks.whole_number("num_processes", num_processes, least=1)
+    count = arguments.whole_number("num_processes", num_processes, least=1)
     if device == "cuda" and count > machine.gpus and backend != "gloo":
         on = f" on {machine.name}" if machine.name else ""
         visible = f"{machine.gpus} GPU{' is' if machine.gpus == 1 else 's are'} visible{on}"
@@ -281,7 +281,7 @@ def _check_descriptors(ranks: int, per_rank: int, machine: Machine) -> None:
 
 def _threads(threads_per_rank: Any, ranks: int, cpus: int, env: Mapping[str, str]) -> int:
     if threads_per_rank is not None:
-        return argument_checks.whole_number("threads_per_rank", threads_per_rank, least=1)
+        return arguments.whole_number("threads_per_rank", threads_per_rank, least=1)
     users = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(users) if users.isdecimal() and int(users) > 0 else max(1, cpus // ranks)
 
@@ -289,7 +289,7 @@ def _threads(threads_per_rank: Any, ranks: int, cpus: int, env: Mapping[str, str
 def _common_environment(
     machine: Machine, extra: Mapping[str, str], threads: int, mixed_precision: Any, device: str
 ) -> dict[str, str]:
-    precision = argument_checks.one_of("mixed_precision", mixed_precision, PRECISIONS)
+    precision = arguments.one_of("mixed_precision", mixed_precision, PRECISIONS)
     env = {name: value for name, value in machine.env.items() if not _is_launch_variable(name)}
     env.update(dict.fromkeys(_INTERFACES, machine.socket_interface))
     env["OMP_NUM_THREADS"] = str(threads)
@@ -353,10 +353,10 @@ def changed(plan: Plan, **changes: Any) -> Plan:
     given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     for name in ("timeout", "stop_grace"):
         if name in given:
-            given[name] = argument_checks.seconds(name, given[name])
+            given[name] = arguments.seconds(name, given[name])
     if "metric_patterns" in given:
         given["metric_patterns"] = compile_patterns(given["metric_patterns"])
     for name, choices in (("on_error", ON_ERROR), ("on_breakpoint", ON_BREAKPOINT)):
         if name in given:
-            argument_checks.one_of(name, given[name], choices)
+            arguments.one_of(name, given[name], choices)
     return replace(plan, **given)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
-from nblaunch.machine.argument_checks import ranks_in_words
+from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire.drops import Dropped

@@ -26,7 +26,7 @@ from nblaunch.launch.session_state import RankHolding, SessionState, restart_com
 from nblaunch.launch.session_turn import Place, stale_names
 from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.views.base import preparing
-from nblaunch.machine import argument_checks, timeouts
+from nblaunch.machine import arguments, timeouts
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Cell
@@ -244,8 +244,8 @@ class Session:
 
     def __getitem__(self, rank: int) -> RankNames:
         self._check_open()
-        if not argument_checks.is_rank(rank, self.world_size):
-            known = argument_checks.ranks_in_words(self.world_size)
+        if not arguments.is_rank(rank, self.world_size):
+            known = arguments.ranks_in_words(self.world_size)
             raise ArgumentError(f"session[{rank!r:.80}]: must be a rank, as in session[0]['name']; {known}")
         return RankNames(int(rank), self.who, self.repr_of, self.lines_of)
 
@@ -380,7 +380,7 @@ class Session:
         return SessionState(self.name, self._ranks.plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 
     def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-        return None if ranks is None else argument_checks.distinct_ranks("ranks", ranks, self.world_size)
+        return None if ranks is None else arguments.distinct_ranks("ranks", ranks, self.world_size)
 
     def _check_open(self) -> None:
         if not self.is_open:

@@ -14,7 +14,7 @@ from nblaunch.launch.handle import live_launches
 from nblaunch.launch.live_sessions import session
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
-from nblaunch.machine.argument_checks import ranks_in_words
+from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.notebook.auto_cells import set_auto
 from nblaunch.notebook.cells import names_used
 from nblaunch.notebook.notebook_frontend import NotebookFrontend

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.arguments import one_of, whole_number
 from nblaunch.training.exchange import (
     check_same,
     exchange,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, warn
-from nblaunch.machine.argument_names import unknown_argument
+from nblaunch.machine.arguments import unknown_argument
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import Interrupted, current
 from nblaunch.training.parallel.sharded_states import gathered

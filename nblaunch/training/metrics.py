@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import whole_number
+from nblaunch.machine.arguments import whole_number
 from nblaunch.training.exchange import exchange
 from nblaunch.training.pytree import tensors_in, to_device
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import whole_number
+from nblaunch.machine.arguments import whole_number
 
 SEED_VARIABLE = "NBLAUNCH_SEED"
 """Set by `seed_everything`, for ranks that are launched later."""

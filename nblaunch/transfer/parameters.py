@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nblaunch.machine.argument_names import unexpected
+from nblaunch.machine.arguments import unexpected
 
 FILLED_IN = ("rank", "world_size", "local_rank", "device")
 """Parameters that a call may leave out; each rank passes its own value. Cells have the same names."""

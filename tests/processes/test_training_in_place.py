@@ -120,7 +120,7 @@ def test_an_interrupts_traceback_has_the_users_frames_only() -> None:
     frames = [(frame.path.name, frame.name) for frame in caught.traceback]  # type: ignore[union-attr]  # of files
     own = "test_training_in_place.py"
     test = (own, "test_an_interrupts_traceback_has_the_users_frames_only")
-    assert frames == [test, ("argument_names.py", "call"), ("trainer.py", "fit"), (own, "compute_loss")]
+    assert frames == [test, ("arguments.py", "call"), ("trainer.py", "fit"), (own, "compute_loss")]
     assert all("__tracebackhide__" in frame.locals for frame in caught.traceback[1:3])
     assert caught.value.__suppress_context__
     assert [row["epoch"] for row in broken.history] == [0]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, whole_number
-from nblaunch.machine.argument_names import named_arguments
+from nblaunch.machine.arguments import named_arguments, one_of, whole_number
 from nblaunch.training import collectives, precision
 from nblaunch.training.accelerator.preparation import Preparation, move_batch
 from nblaunch.training.distribute import distributed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nblaunch.machine.argument_checks import whole_number
+from nblaunch.machine.arguments import whole_number
 
 
 @dataclass(slots=True)

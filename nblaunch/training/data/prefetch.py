@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from nblaunch.machine.argument_checks import whole_number
+from nblaunch.machine.arguments import whole_number
 from nblaunch.training.pytree import tensors_in, to_device
 
 _POSITION = ("is_padding", "is_last", "remaining", "own_samples", "all_samples")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler, dataloader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.arguments import one_of, whole_number
 from nblaunch.training.data.epoch_progress import EpochProgress
 from nblaunch.training.seeding import checked_seed, default_seed, derived_generator
 from nblaunch.training.topology import World, data_world

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.machine.argument_checks import whole_number
+from nblaunch.machine.arguments import whole_number
 from nblaunch.training.data.batch_partition import Division, Share, round_count
 from nblaunch.training.data.epoch_progress import EpochProgress
 from nblaunch.training.data.index_source import (

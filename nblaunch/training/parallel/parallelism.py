@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, whole_number
-from nblaunch.machine.argument_names import named_arguments
+from nblaunch.machine.arguments import named_arguments, one_of, whole_number
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
 """Names of styles of tensor parallelism in a plan."""

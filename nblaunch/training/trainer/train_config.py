@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import whole_number
-from nblaunch.machine.argument_names import named_arguments, unknown_argument
+from nblaunch.machine.arguments import named_arguments, unknown_argument, whole_number
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu, check_options, is_elsewhere
 from nblaunch.training.parallel.parallelism import Parallelism

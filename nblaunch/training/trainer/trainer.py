@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, add_note
-from nblaunch.machine.argument_names import named_arguments
+from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.own_code import users_part
 from nblaunch.training.distribute import StoppedTogether, distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
