@@ -17,7 +17,7 @@ from nblaunch.launch.handle import Launch
 from nblaunch.launch.machines import machines_of, with_usable_method
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
-from nblaunch.launch.views.base import preparing
+from nblaunch.launch.views import preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.slurm_variables import refusal, slurm_task

@@ -17,8 +17,7 @@ from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note, RanksPlaced
+from nblaunch.launch.views import Note, RanksPlaced, View
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.messages import Payload, Source
 

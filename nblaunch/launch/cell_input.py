@@ -14,9 +14,8 @@ from dataclasses import replace
 from nblaunch.launch.debug_console import DebugConsole, Prompt
 from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note, Stream
-from nblaunch.launch.views.text_view import is_terminal
+from nblaunch.launch.text_view import is_terminal
+from nblaunch.launch.views import Note, Stream, View
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.messages import Payload, Source

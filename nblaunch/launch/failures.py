@@ -33,7 +33,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.verdict import Cause, RankEnd
-from nblaunch.launch.views.events import Failure, Stream
+from nblaunch.launch.views import Failure, Stream
 from nblaunch.machine.limits import advice_on_threads
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling

@@ -13,9 +13,8 @@ from nblaunch.engines.protocol import Workers
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.launch.session_state import SessionState
-from nblaunch.launch.views.base import NullView, View
-from nblaunch.launch.views.events import Stream
-from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
+from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
+from nblaunch.launch.views import NullView, Stream, View
 from nblaunch.machine import timeouts
 
 _registered: Frontend | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Event, Lost, Worker, Workers
 from nblaunch.errors import StartError
-from nblaunch.launch.views.events import RankState, RankStatus
+from nblaunch.launch.views import RankState, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
 

@@ -20,8 +20,7 @@ from nblaunch.launch.attempt import Attempt, Job, on_nodes_of_now
 from nblaunch.launch.cell_input import CellInput, console_for
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs
-from nblaunch.launch.output.pruning import prune
+from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, notes_on
@@ -29,8 +28,7 @@ from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_turn import Place, Turn
 from nblaunch.launch.turn_queue import BusyError
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views.base import ShieldedView, View
-from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome, Started, State
+from nblaunch.launch.views import Begun, Ended, LaunchInfo, Note, Outcome, ShieldedView, Started, State, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.limits import process_advice, remedy
 from nblaunch.machine.process_state import this_process

@@ -13,8 +13,7 @@ from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch.conclusion import interruption
 from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.views.base import ShieldedView, View
-from nblaunch.launch.views.events import Preparing
+from nblaunch.launch.views import Preparing, ShieldedView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.state_root import state_root
+from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, notebook_shell, parameters, pickling, reducers, text_names

@@ -13,7 +13,7 @@ from typing import Any
 
 from nblaunch.engines.protocol import Engine, Store
 from nblaunch.errors import ArgumentError, StartError
-from nblaunch.launch.output.metric_patterns import compile_patterns
+from nblaunch.launch.output.reports import compile_patterns
 from nblaunch.machine import arguments, timeouts
 from nblaunch.machine.inventory import Machine, free_descriptors
 from nblaunch.machine.packages import package_of, why_not_ahead

@@ -19,8 +19,7 @@ from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError, Ticket
-from nblaunch.launch.views.base import ShieldedView
-from nblaunch.launch.views.events import Note
+from nblaunch.launch.views import Note, ShieldedView
 from nblaunch.machine import timeouts
 from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.transfer.pickling import Home

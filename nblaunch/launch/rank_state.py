@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
-from nblaunch.launch.views.events import RankState
+from nblaunch.launch.views import RankState
 from nblaunch.wire.messages import Done, Failed
 from nblaunch.wire.session_messages import Names, NamesTaken
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.metric_names import number_of
-from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
+from nblaunch.launch.output.reports import Best, Report, ReportColumns
 from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel

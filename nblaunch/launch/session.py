@@ -25,7 +25,7 @@ from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
 from nblaunch.launch.session_turn import Place, stale_names
 from nblaunch.launch.turn_queue import Ticket
-from nblaunch.launch.views.base import preparing
+from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError

@@ -10,7 +10,7 @@ from typing import Any
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import payload as payloads
-from nblaunch.launch.output.state_root import state_root
+from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.result import Sent
 from nblaunch.launch.session_ranks import SessionRanks

@@ -28,7 +28,7 @@ from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.session_state import command, no_group, restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
-from nblaunch.launch.views.base import NullView, View
+from nblaunch.launch.views import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.sent_names import SentNames

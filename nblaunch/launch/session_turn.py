@@ -19,8 +19,7 @@ from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note, RanksPlaced
+from nblaunch.launch.views import Note, RanksPlaced, View
 from nblaunch.wire.session_messages import CollectivesBegun, Question, SentName
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from nblaunch.engines.protocol import StackDumps
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stack_text import StackFormatter, is_ours, parse, waits_in_collective
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import StacksShown
+from nblaunch.launch.views import StacksShown, View
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import Source
 

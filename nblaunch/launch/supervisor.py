@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.task import Task
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Tick
+from nblaunch.launch.views import Tick, View
 from nblaunch.machine import timeouts
 
 

@@ -36,8 +36,7 @@ from nblaunch.launch.stopping import (
 from nblaunch.launch.stuck import StuckVerdict, difference
 from nblaunch.launch.stuck_watch import StuckWatch
 from nblaunch.launch.verdict import Verdict, judge
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Countdown, Note, RanksChanged, Stuck
+from nblaunch.launch.views import Countdown, Note, RanksChanged, Stuck, View
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.debug_messages import FromDebugger

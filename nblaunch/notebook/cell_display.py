@@ -1,4 +1,4 @@
-"""One updatable display under the launching cell."""
+"""One updatable display under a cell: what waits for nodes, a panel, or a session."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import contextvars
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from ipykernel.zmqshell import ZMQDisplayPublisher
 
+from nblaunch.engines.protocol import Sampler, Workers
 from nblaunch.machine.server_cells import runs_on_server
+from nblaunch.machine.usage import Usage
 
 T = TypeVar("T")
 
@@ -77,3 +79,95 @@ class CellDisplay:
     def in_its_context(self, function: Callable[[], T]) -> T:
         """Call `function` in the cell's context, so that the kernel's messages belong to it. Not reentrant."""
         return self._context.copy().run(function)
+
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+class WaitingDisplay:
+    """See the module. The same display shows the panel later.
+
+    Args:
+        display: Of the cell.
+    """
+
+    def __init__(self, display: CellDisplay) -> None:
+        self._display = display
+        self._box: Any = None
+
+    def show(self, text: str, cancel: Callable[[], None] | None) -> None:
+        """Show a text; nothing if it is empty."""
+        if self._box is None and cancel is not None and text:
+            self._open(cancel)
+        bundle: dict[str, Any] = {"text/plain": text}
+        if self._box is not None and text:
+            self._box.children[1].value = text
+            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        self._display.show(bundle)
+        if not text:
+            self._close()
+
+    def _open(self, cancel: Callable[[], None]) -> None:
+        import ipywidgets  # slow, and nodes that are there need no wait
+
+        line = ipywidgets.Label()
+        button = ipywidgets.Button(description="Cancel", tooltip="Wait no longer, and free what was reserved")
+
+        def click(clicked: Any) -> None:
+            button.disabled, line.value = True, "cancelling …"
+            cancel()
+
+        button.on_click(click)
+        button.is_prompt = True  # a click may be handled at any time: see `nblaunch.notebook.shell_channel`
+        answer_in_main_shell(button)
+        self._box = ipywidgets.HBox([button, line])
+
+    def _close(self) -> None:
+        if self._box is not None:
+            for widget in (*self._box.children, self._box):
+                for each in (widget.layout, getattr(widget, "style", None), widget):
+                    if each is not None:
+                        each.close()
+            self._box = None
+
+
+def answer_in_main_shell(widget: Any) -> None:
+    """Let messages of the page to a widget not follow what the kernel has sent on its comm last.
+
+    ipykernel 7.4 sends replies to the subshell that sent on the comm last: that of the busy cell.
+    """
+    if hasattr(widget.comm, "_reply_subshell_for"):
+        widget.comm._reply_subshell_for = lambda data, default: default
+
+
+class UsageMeter:
+    """See the module. Used from one thread.
+
+    Args:
+        device: The device of the ranks.
+        env: The environment of the ranks.
+    """
+
+    def __init__(self, device: str, env: Mapping[str, str]) -> None:
+        self._device, self._env = device, env
+        self._workers: Workers | None = None
+        self._sampler: Sampler | None = None
+
+    def sample(self, workers: Workers | None, ranks: Collection[int]) -> list[Usage]:
+        """Return the usage of these ranks, as far as they run.
+
+        Args:
+            workers: The present group; None before there is one.
+            ranks: The ranks to measure.
+        """
+        if workers is not self._workers:
+            self.close()
+            self._workers = workers
+            self._sampler = None if workers is None else workers.sampler(self._device, self._env)
+        return [] if self._sampler is None else self._sampler.sample(ranks)
+
+    def close(self) -> None:
+        """Release the group. Idempotent."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._workers = self._sampler = None

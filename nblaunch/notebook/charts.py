@@ -1,4 +1,4 @@
-"""Metrics as numbers, and as charts that need no script: SVG in a data URI."""
+"""Metrics as fewer points, as numbers, and as charts that need no script: SVG in a data URI."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeVar
 
 from nblaunch.launch.output.metric_names import (
     ChartPlan,
@@ -20,7 +21,6 @@ from nblaunch.launch.output.metric_names import (
     formatted,
     number_of,
 )
-from nblaunch.notebook.downsampling import MAX_DRAWABLE, MAX_POINTS, Point, downsampled, is_drawable
 
 MAX_LINES = 16
 """Ranks drawn as lines; more ranks are drawn as a band."""
@@ -38,7 +38,43 @@ _MIN_RANGE = 1e-280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 8.0, 8.0, 18.0
 """The margins of a chart, in pixels."""
 
+Point = tuple[float, float]
+_Row = TypeVar("_Row", bound=tuple[float, ...])
+"""A point, and perhaps more numbers."""
 
+MAX_POINTS = 300
+"""Points of one series in the record, and of one line in a chart: about one a pixel."""
+MAX_DRAWABLE = 1e300
+"""The difference of larger numbers may be infinite."""
+
+
+def downsampled(points: Sequence[_Row], most: int = MAX_POINTS) -> list[_Row]:
+    """Return at most `most` points: the first, the last, and of each stretch the extremes and one non-finite point.
+
+    Args:
+        points: In the order of x.
+        most: At least 5.
+    """
+    if len(points) <= most:
+        return list(points)
+    stretches = max(1, (most - 2) // 3)
+    kept = {0, len(points) - 1}
+    for stretch in range(stretches):
+        indices = range(stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches)
+        drawable = [i for i in indices if is_drawable(points[i])]
+        if drawable:
+            kept.add(min(drawable, key=lambda i: points[i][1]))
+            kept.add(max(drawable, key=lambda i: points[i][1]))
+        kept.update(next(([i] for i in indices if not is_drawable(points[i])), []))
+    return [points[i] for i in sorted(kept)]
+
+
+def is_drawable(point: tuple[float, ...]) -> bool:
+    """Return True if both numbers are finite, and small enough to subtract."""
+    return abs(point[0]) < MAX_DRAWABLE and abs(point[1]) < MAX_DRAWABLE  # False for NaN
+
+
+# ------------------------------------------------------------------ numbers
 @dataclass(frozen=True, slots=True)
 class Summary:
     """One metric in numbers."""

@@ -11,11 +11,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
-from nblaunch.launch.output.report_columns import Report
+from nblaunch.launch.output.reports import Report
 from nblaunch.launch.result import LaunchResult, Metrics
 from nblaunch.notebook.charts import (
     MEAN_COLOUR,
     Line,
+    Point,
     Stroke,
     colour_of,
     data_uri,
@@ -25,7 +26,6 @@ from nblaunch.notebook.charts import (
     stroke_beside,
     summarise,
 )
-from nblaunch.notebook.downsampling import Point
 from nblaunch.notebook.record import DIM, card, in_rows, one_line
 
 if TYPE_CHECKING:

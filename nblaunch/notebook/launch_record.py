@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from nblaunch.launch.views.events import LaunchInfo
-from nblaunch.notebook.charts import mean_of
-from nblaunch.notebook.downsampling import MAX_POINTS, Point, downsampled
+from nblaunch.launch.views import LaunchInfo
+from nblaunch.notebook.charts import MAX_POINTS, Point, downsampled, mean_of
 from nblaunch.notebook.panel_state import PanelState, Series
 from nblaunch.notebook.record import RankOutputs, RankTail, Record
 

@@ -13,7 +13,7 @@ from itertools import islice
 
 from nblaunch.engines.protocol import Log
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
-from nblaunch.launch.views.events import Stream
+from nblaunch.launch.views import Stream
 from nblaunch.machine import timeouts
 from nblaunch.notebook.page_messages import LineEntry, LogPart
 from nblaunch.notebook.record import RankTail

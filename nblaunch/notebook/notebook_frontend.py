@@ -20,9 +20,8 @@ from nblaunch.errors import StartError, warn
 from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
-from nblaunch.launch.views.base import NullView, View
-from nblaunch.launch.views.events import Stream
-from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
+from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
+from nblaunch.launch.views import NullView, Stream, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.server_cells import runs_on_server

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from nblaunch.launch.views.events import Displays, Output
+from nblaunch.launch.views import Displays, Output
 from nblaunch.notebook.page_messages import OutputContent, OutputPart, OutputsEntry, to_content
 from nblaunch.notebook.record import RankOutputs
 from nblaunch.notebook.safe_html import safe_html

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nblaunch.launch.output.metric_names import Direction, Kind, Part
-from nblaunch.launch.views.events import RankState, Stream
+from nblaunch.launch.views import RankState, Stream
 from nblaunch.machine.usage import Unit
 
 LaunchState = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]

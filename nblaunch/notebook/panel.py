@@ -20,8 +20,7 @@ from typing import Any
 
 from nblaunch.engines.protocol import Workers
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import (
+from nblaunch.launch.views import (
     Begun,
     Controls,
     Countdown,
@@ -40,9 +39,10 @@ from nblaunch.launch.views.events import (
     StacksShown,
     Started,
     Stuck,
+    View,
 )
 from nblaunch.machine import timeouts
-from nblaunch.notebook.cell_display import CellDisplay
+from nblaunch.notebook.cell_display import WIDGET, CellDisplay, UsageMeter, WaitingDisplay
 from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.log_feed import LogFeed
 from nblaunch.notebook.output_store import OutputStore
@@ -63,8 +63,6 @@ from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.record import Record
 from nblaunch.notebook.record_html import as_html
 from nblaunch.notebook.record_text import as_text
-from nblaunch.notebook.usage_meter import UsageMeter
-from nblaunch.notebook.waiting_display import WIDGET, WaitingDisplay
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES_PER_S = 200 << 10

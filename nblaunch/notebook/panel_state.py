@@ -13,9 +13,9 @@ from typing import Any
 
 from nblaunch.launch.output.metric_names import Chart, ChartPlan, family
 from nblaunch.launch.output.terminal_lines import without_colours
-from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
+from nblaunch.launch.views import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.downsampling import Point, downsampled
+from nblaunch.notebook.charts import Point, downsampled
 from nblaunch.notebook.page_messages import (
     BestEntry,
     Changes,

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.launch.output.terminal_lines import without_colours
-from nblaunch.launch.views.events import Failure, duration_text
+from nblaunch.launch.views import Failure, duration_text
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
-from nblaunch.notebook.charts import COLOURS, Summary, clean, summarise
-from nblaunch.notebook.downsampling import Point
+from nblaunch.notebook.charts import COLOURS, Point, Summary, clean, summarise
 from nblaunch.notebook.page_messages import OutputContent
 
 FAILED_COLOUR = "#d64a3f"

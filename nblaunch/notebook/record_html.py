@@ -15,7 +15,7 @@ from html import escape
 
 from nblaunch.launch.output.metric_names import direction, kind, number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares
-from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views import Failure
 from nblaunch.notebook.ansi_html import block, coloured, cut, terminal_lines
 from nblaunch.notebook.charts import (
     COLOURS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_colours
-from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH, terminal_lines
 from nblaunch.notebook.charts import Summary, clean
 from nblaunch.notebook.record import Record, one_line, plain, within

@@ -17,8 +17,7 @@ from nblaunch.launch.session_state import RankHolding, SessionState, command, re
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.cell_display import CellDisplay
-from nblaunch.notebook.usage_meter import UsageMeter
+from nblaunch.notebook.cell_display import CellDisplay, UsageMeter
 
 _log = logging.getLogger(__name__)
 _MAX_QUEUED = 8

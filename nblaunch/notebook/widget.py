@@ -2,24 +2,32 @@
 
 A saved notebook keeps the state of each widget. So one widget holds the page's script for all panels of this kernel,
 and each panel carries a loader of 2 KB.
+
+The page loads a widget's script as one module from a Blob, where relative imports fail, so this joins the modules of
+``static/`` by regular expressions. A bundler would need Node where nblaunch is built, and a built file that editable
+installs and tests must keep current. The expressions rely on a form that ``tests/unit/test_panel_js.py`` checks: static
+imports of files in this folder, imported modules first, names that are unique across modules, and no string that spans
+lines.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anywidget
 import ipywidgets
 import traitlets
 
+from nblaunch.notebook.cell_display import answer_in_main_shell
 from nblaunch.notebook.page_messages import Delta, PanelInfo, Snapshot, to_content
-from nblaunch.notebook.page_script import loader, script, style
-from nblaunch.notebook.waiting_display import answer_in_main_shell
 
 
 class PanelScript(ipywidgets.Widget):  # type: ignore[misc]  # ipywidgets has no types
@@ -85,3 +93,52 @@ class PanelWidget(anywidget.AnyWidget):
         if "sent" in state:
             state["sent"] = self._count
         return state
+
+
+STATIC = Path(__file__).parent / "static"
+_IMPORT = re.compile(r'^import [^;]+ from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
+_COMMENT = re.compile(r"^ *//.*\n|^ */\*\*(?:[^*]|\*(?!/))*\*/\n|/\*\*(?:[^*\n]|\*(?!/))*\*/ ?", re.MULTILINE)
+_INDENT = re.compile(r"^ +", re.MULTILINE)
+
+
+@functools.cache
+def script() -> str:
+    """Return the panel's modules as one, without comments and indentation.
+
+    A page loads it from a Blob, where relative imports fail.
+    """
+    texts = [_EXPORT.sub("", _IMPORT.sub("", text)) for text in modules("panel.js").values()]
+    return _bare("\n".join(texts))
+
+
+@functools.cache
+def loader() -> str:
+    """Return the module that each panel's widget carries: it loads the script."""
+    return _bare((STATIC / "loader.js").read_text(encoding="utf-8"))
+
+
+def _bare(text: str) -> str:
+    return _INDENT.sub("", _COMMENT.sub("", text))
+
+
+@functools.cache
+def style() -> str:
+    """Return the panel's style sheet."""
+    return (STATIC / "panel.css").read_text(encoding="utf-8")
+
+
+def modules(name: str, found: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the text of a module and of all that it imports, imported modules first.
+
+    Args:
+        name: The file name of the module.
+        found: Modules that are already known; extended in place.
+    """
+    found = {} if found is None else found
+    text = (STATIC / name).read_text(encoding="utf-8")
+    for imported in _IMPORT.findall(text):
+        if imported not in found:
+            modules(imported, found)
+    found[name] = text
+    return found

@@ -35,8 +35,7 @@ from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch import frontend
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Event, RanksChanged, RanksPlaced
+from nblaunch.launch.views import Event, RanksChanged, RanksPlaced, View
 from nblaunch.machine.process_state import this_process
 from nblaunch.wire.link_messages import Boot
 from nblaunch.wire.messages import Running, Swept, Task, World

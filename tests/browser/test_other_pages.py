@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext
 
-from nblaunch.notebook.page_script import loader, script, style
+from nblaunch.notebook.widget import loader, script, style
 from tests.browser.conftest import keep_picture
 from tests.browser.lab import open_page
 from tests.conftest import eventually

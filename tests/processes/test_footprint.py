@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.launch.output.pruning import prune
+from nblaunch.launch.output.log_directory import prune
 from nblaunch.machine.processes import descendants
 from tests.conftest import LONG, eventually, present_server, settled_server
 from tests.processes.conftest import Launcher

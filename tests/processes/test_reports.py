@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import nblaunch
-from nblaunch.launch.output.report_columns import Best, Report
+from nblaunch.launch.output.reports import Best, Report
 from tests.conftest import conformance
 from tests.processes.conftest import Launcher
 

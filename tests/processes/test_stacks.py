@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Event, StacksShown
+from nblaunch.launch.views import Event, StacksShown, View
 from tests.conftest import LONG, conformance, eventually, state_of
 
 NAP = 2.0

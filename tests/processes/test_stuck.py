@@ -20,8 +20,7 @@ from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import CollectiveError, LaunchTimeoutError
 from nblaunch.launch.failures import describe
 from nblaunch.launch.frontend import ScriptFrontend
-from nblaunch.launch.views.base import NullView
-from nblaunch.launch.views.events import Event, Stuck
+from nblaunch.launch.views import Event, NullView, Stuck
 from nblaunch.machine import timeouts
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher

@@ -25,7 +25,7 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.task import Task
-from nblaunch.launch.views.base import NullView
+from nblaunch.launch.views import NullView
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.debug_messages import Look

@@ -10,9 +10,8 @@ from typing import Any
 
 from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.launch.frontend import register, wait_in_steps
-from nblaunch.launch.views.base import NullView, View
-from nblaunch.launch.views.events import Stream
-from nblaunch.launch.views.text_view import plain_writer
+from nblaunch.launch.text_view import plain_writer
+from nblaunch.launch.views import NullView, Stream, View
 
 
 class Notebook:

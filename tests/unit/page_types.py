@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceABC
 from typing import Any
 
 from nblaunch.notebook import page_messages
-from nblaunch.notebook.page_script import STATIC
+from nblaunch.notebook.widget import STATIC
 
 TARGET = STATIC / "page_messages.js"
 HEAD = """// The messages between the panel and the kernel.

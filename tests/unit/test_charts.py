@@ -15,13 +15,13 @@ from nblaunch.launch.output.metric_names import direction, number
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
+    Point,
     colour_of,
     data_uri,
     line_chart,
     mean_of,
     summarise,
 )
-from nblaunch.notebook.downsampling import Point
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 SVG = "{http://www.w3.org/2000/svg}"

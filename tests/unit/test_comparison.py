@@ -14,7 +14,7 @@ import pytest
 
 import nblaunch
 from nblaunch import LaunchResult, compare
-from nblaunch.launch.output.report_columns import Report, ReportColumns
+from nblaunch.launch.output.reports import Report, ReportColumns
 from nblaunch.launch.result import Metrics
 from nblaunch.notebook.charts import COLOURS, PART_STROKES
 from nblaunch.notebook.comparison import Comparison

@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.views.events import LaunchInfo
-from nblaunch.notebook.downsampling import Point, downsampled
+from nblaunch.launch.views import LaunchInfo
+from nblaunch.notebook.charts import Point, downsampled
 from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.panel_state import PanelState
 

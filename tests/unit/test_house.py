@@ -43,8 +43,8 @@ TASK = (
 )
 """The modules of launch/ that see a task through, whatever the engine."""
 SHOWN = (
-    *("displays.py", "failures.py", "follower.py", "metric_patterns.py", "tails.py", "text_view.py"),
-    *("log_feed.py", "output_store.py", "panel.py", "panel_state.py", "session_display.py", "usage_meter.py"),
+    *("failures.py", "follower.py", "reports.py", "tails.py", "text_view.py"),
+    *("log_feed.py", "output_store.py", "panel.py", "panel_state.py", "session_display.py", "cell_display.py"),
 )
 """The modules of launch/ and notebook/ that show what ranks write and use."""
 _IMPORTERS = ("import_module", "__import__")

@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import StartError
-from nblaunch.launch.output import log_directory, pruning
-from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
-from nblaunch.launch.output.pruning import prune
-from nblaunch.launch.output.state_root import state_root
+from nblaunch.launch.output import log_directory
+from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs, prune, state_root
 from nblaunch.machine import processes
 from nblaunch.wire import directory_lock
 from tests.unit.test_state_root import give_away
@@ -359,7 +357,7 @@ def test_unreadable_files_do_not_prevent_a_launch(root: Path, monkeypatch: pytes
     def refuse(directory: Path) -> Iterator[Path]:
         raise PermissionError(errno.EACCES, "not yours", str(directory))
 
-    monkeypatch.setattr(pruning, "_sizes", {})
+    monkeypatch.setattr(log_directory, "_sizes", {})
     monkeypatch.setattr(Path, "iterdir", refuse)
     prune(max_launches=2)
     monkeypatch.undo()

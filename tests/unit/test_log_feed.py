@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.engines.rank_files import LogFile
-from nblaunch.launch.views.events import Stream
+from nblaunch.launch.views import Stream
 from nblaunch.notebook.log_feed import MAX_LINES, LogFeed
 from nblaunch.wire.launch_files import rank_file
 

@@ -10,7 +10,7 @@ import pytest
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
+from nblaunch.launch.output.reports import PrintedMetrics, compile_patterns, search
 from nblaunch.launch.output.tails import Piece
 from nblaunch.launch.plan import make_plan
 from nblaunch.machine.inventory import Machine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nblaunch.engines.rank_files import OutputFile
-from nblaunch.launch.views.events import Displays, Output
+from nblaunch.launch.views import Displays, Output
 from nblaunch.notebook import output_store
 from nblaunch.notebook.output_store import OutputStore, content_of
 

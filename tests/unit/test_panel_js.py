@@ -13,8 +13,8 @@ import pytest
 from nblaunch.machine import timeouts
 from nblaunch.notebook.charts import COLOURS, LOG_RATIO, MEAN_COLOUR, PART_STROKES
 from nblaunch.notebook.page_messages import Delta, to_content
-from nblaunch.notebook.page_script import STATIC, loader, modules, script
 from nblaunch.notebook.panel_state import PanelState
+from nblaunch.notebook.widget import STATIC, loader, modules, script
 from tests.unit import page_types
 from tests.unit.node import HERE, node, tool
 

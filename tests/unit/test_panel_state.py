@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from nblaunch.launch.output.report_columns import ReportColumns
+from nblaunch.launch.output.reports import ReportColumns
 from nblaunch.launch.result import Metrics
-from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus, Stuck
+from nblaunch.launch.views import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.panel_state import PanelState, Series

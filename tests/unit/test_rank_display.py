@@ -13,8 +13,8 @@ import pytest
 
 from nblaunch.engines.protocol import Body
 from nblaunch.engines.rank_files import OutputFile
-from nblaunch.launch.output.displays import displays_in
-from nblaunch.launch.views.events import Displays
+from nblaunch.launch.output.follower import displays_in
+from nblaunch.launch.views import Displays
 from nblaunch.ranks import rank_display, report
 from nblaunch.ranks.rank_display import clear, finish, publish
 from nblaunch.ranks.report import Context, enter

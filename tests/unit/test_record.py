@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.views.events import Failure, LaunchInfo
+from nblaunch.launch.views import Failure, LaunchInfo
 from nblaunch.notebook.charts import PART_STROKES
 from nblaunch.notebook.record import RankTail, Record
 from nblaunch.notebook.record_html import as_html

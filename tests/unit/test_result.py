@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
 from nblaunch.launch.output.log_directory import RankLogs
-from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
+from nblaunch.launch.output.reports import Best, Report, ReportColumns
 from nblaunch.launch.result import Metrics
 
 LOGS = [RankLogs(Path(f"/logs/rank{rank}.out"), Path(f"/logs/rank{rank}.err")) for rank in range(3)]

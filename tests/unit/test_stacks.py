@@ -16,7 +16,7 @@ from nblaunch.engines.stack_files import StackFile
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stack_text import Frame, Stack, StackFormatter, parse, waits_in_collective
 from nblaunch.launch.stacks import Stacks
-from nblaunch.launch.views.base import NullView
+from nblaunch.launch.views import NullView
 from nblaunch.machine.own_code import COLLECTIVE_LOG
 from nblaunch.ranks.stack_dumps import dump
 from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead

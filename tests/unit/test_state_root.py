@@ -12,9 +12,8 @@ import platformdirs
 import pytest
 
 from nblaunch.errors import StartError
-from nblaunch.launch.output import state_root as root_module
-from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.state_root import is_shared, objection, state_root
+from nblaunch.launch.output import log_directory as root_module
+from nblaunch.launch.output.log_directory import LaunchFiles, is_shared, objection, state_root
 
 
 @pytest.fixture

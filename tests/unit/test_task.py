@@ -27,9 +27,8 @@ from nblaunch.launch.plan import make_plan
 from nblaunch.launch.stopping import TimedOut
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
-from nblaunch.launch.views.base import NullView, View
-from nblaunch.launch.views.events import Countdown, Logs, Note, RanksChanged, RanksPlaced, Reports, StacksShown
-from nblaunch.launch.views.events import Event as ShownEvent
+from nblaunch.launch.views import Countdown, Logs, Note, NullView, RanksChanged, RanksPlaced, Reports, StacksShown, View
+from nblaunch.launch.views import Event as ShownEvent
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.process_state import this_process

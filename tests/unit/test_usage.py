@@ -15,7 +15,7 @@ import pytest
 
 from nblaunch.engines.local_sampler import LocalSampler
 from nblaunch.machine.usage import Sampler, Usage, visible_devices
-from nblaunch.notebook.usage_meter import UsageMeter
+from nblaunch.notebook.cell_display import UsageMeter
 from tests.conftest import LONG, eventually
 from tests.unit.fake_engine import FakeWorkers
 

@@ -21,8 +21,8 @@ from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, v
 from nblaunch.launch.machines import with_usable_method
 from nblaunch.launch.output.tails import Piece
 from nblaunch.launch.plan import make_plan
-from nblaunch.launch.views.base import NullView, ShieldedView, View, preparing
-from nblaunch.launch.views.events import (
+from nblaunch.launch.text_view import STARTING, TextView, plain_writer
+from nblaunch.launch.views import (
     Countdown,
     Ended,
     Event,
@@ -30,16 +30,19 @@ from nblaunch.launch.views.events import (
     LogPiece,
     Logs,
     Note,
+    NullView,
     Outcome,
     Preparing,
     RanksChanged,
     RankStatus,
     Reports,
+    ShieldedView,
     Started,
     Stuck,
     Tick,
+    View,
+    preparing,
 )
-from nblaunch.launch.views.text_view import STARTING, TextView, plain_writer
 from nblaunch.machine.inventory import Machine
 from nblaunch.wire.launch_files import rank_file
 from tests.unit.fake_engine import FakeEngine, FakeWorkers

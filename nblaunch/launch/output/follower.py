@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
-from nblaunch.launch.output.displays import displays_in
-from nblaunch.launch.output.metric_patterns import PrintedMetrics
-from nblaunch.launch.output.report_columns import ReportColumns
+from nblaunch.launch.output.reports import PrintedMetrics, ReportColumns
 from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Displays, LogPiece, Logs, Note, Reports, Stream
+from nblaunch.launch.views import Displays, LogPiece, Logs, Note, Output, Reports, Stream, View
 from nblaunch.machine.segments import in_words
-from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, is_display
+from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, Cleared, LeftOut, Shown, from_line, is_display
 from nblaunch.wire.drops import Dropped
 
 MAX_READ_BYTES = 1 << 16
@@ -212,3 +209,29 @@ def _first_drop(rank: RankOutput) -> str:
         f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it runs on, and its output and reports are "
         f"dropped until there is room. Free space for {rank.spool.log.name}"
     )
+
+
+def displays_in(worker: Worker, records: Sequence[Mapping[str, Any]]) -> Displays | None:
+    """Return what a rank displays by the end of these records of its spool; None if they hold no display.
+
+    Outputs that a later record removes or replaces are left out: a flood of them costs little.
+    """
+    outputs: dict[str, Output] = {}
+    is_cleared, left_out, is_any = False, None, False
+    for line in records:
+        record = from_line(line)
+        is_any = is_any or record is not None
+        match record:
+            case Shown():
+                outputs[record.key] = _output(worker, record)
+            case Cleared():
+                outputs.clear()
+                is_cleared, left_out = True, 0
+            case LeftOut(count):
+                left_out = count
+    return Displays(worker.rank, list(outputs.values()), is_cleared, left_out) if is_any else None
+
+
+def _output(worker: Worker, record: Shown) -> Output:
+    body = worker.output(record.key, record.mime) if record.body is None else record.body
+    return Output(record.key, record.mime, record.text, record.size, body, record.width, record.height)

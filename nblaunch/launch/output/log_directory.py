@@ -1,10 +1,20 @@
-"""The log directory of a launch, which is not pruned while anything in the kernel refers to it."""
+"""The log directories of launches: where they are, who may change them, and which are removed.
+
+A directory is not removed while anything in the kernel refers to it.
+"""
 
 from __future__ import annotations
 
 import errno
+import grp
+import itertools
 import logging
 import os
+import pwd
+import re
+import shutil
+import stat
+import tempfile
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +22,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nblaunch.launch.output.state_root import state_root
+import platformdirs
+
+from nblaunch.errors import StartError, warn
 from nblaunch.wire import directory_lock
 from nblaunch.wire.launch_files import rank_file
 
@@ -137,3 +149,181 @@ class RankLogs:
 
     def __repr__(self) -> str:
         return f"RankLogs({str(self.out)!r}, {self.err.name!r})"
+
+
+_has_warned = False
+
+
+def state_root() -> Path:
+    """Create the directory of all launches if necessary, and return it.
+
+    It is ``$NBLAUNCH_STATE_DIR`` or ``nblaunch/launches`` in the user's state directory. Inside a sticky directory that
+    all users share, such as ``/tmp``, it is a subdirectory of this user's own. If the user's state directory is
+    unusable, it is a temporary directory, with one warning.
+
+    Raises:
+        StartError: No directory is writable, or other users can change it.
+    """
+    chosen = os.environ.get("NBLAUNCH_STATE_DIR")
+    try:
+        if chosen:
+            return _safe(Path(chosen).expanduser().absolute())
+        try:
+            return _safe(platformdirs.user_state_path("nblaunch") / "launches")
+        except OSError as error:
+            return _temporary_root(error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+        name = f"NBLAUNCH_STATE_DIR={chosen!r}" if chosen else "the temporary directory"
+        raise StartError(
+            f"cannot store the logs of launches in {name}: {error}: set NBLAUNCH_STATE_DIR to a directory that only "
+            "you can write to"
+        ) from error
+
+
+def _temporary_root(reason: OSError) -> Path:
+    global _has_warned
+    root = _own_in(Path(tempfile.gettempdir()))
+    if not _has_warned:
+        _has_warned = True
+        warn(
+            f"logs of launches go to {root}, because your state directory is unusable ({reason}): set "
+            "NBLAUNCH_STATE_DIR to another directory to keep them"
+        )
+    return root
+
+
+def _safe(root: Path) -> Path:
+    """Create `root` and return it, or this user's subdirectory if `root` is shared."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    link, found = root.lstat(), root.stat()
+    if link.st_uid not in (0, os.getuid()):
+        raise PermissionError(errno.EACCES, f"it belongs to another user (uid {link.st_uid})", str(root))
+    return _own_in(root) if is_shared(found, os.getuid()) else _checked(root, found)
+
+
+def _own_in(shared: Path) -> Path:
+    own = shared / f"nblaunch-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    return _checked(own, own.lstat())  # lstat: another user may have created a link by this name
+
+
+def _checked(root: Path, found: os.stat_result) -> Path:
+    problem = objection(found, os.getuid(), _own_group() if found.st_mode & stat.S_IWGRP else None)
+    if not (problem or os.access(root, os.W_OK | os.X_OK)):
+        problem = "it is not writable"
+    if problem:
+        raise PermissionError(errno.EACCES, problem, str(root))
+    return root
+
+
+def is_shared(found: os.stat_result, user: int) -> bool:
+    """Return True if every user may create files in a directory with this status, but only change their own."""
+    return found.st_uid in (0, user) and bool(found.st_mode & stat.S_ISVTX and found.st_mode & stat.S_IWOTH)
+
+
+def objection(found: os.stat_result, user: int, own_group: int | None = None) -> str:
+    """Return why a directory is unsafe for the logs of `user`, or an empty string if it is safe.
+
+    Args:
+        found: The status of the directory.
+        user: The uid.
+        own_group: The gid of the group whose only member is `user`, if there is one.
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a directory"
+    if found.st_uid not in (0, user):
+        return f"it belongs to another user (uid {found.st_uid})"
+    may_write = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != own_group else 0)
+    if found.st_mode & may_write:
+        return f"other users can write to it (mode {stat.S_IMODE(found.st_mode):04o}; fix it with `chmod go-w`)"
+    return ""
+
+
+def _own_group() -> int | None:
+    """Return the gid of the user's private group, which many systems create for each user."""
+    try:
+        user = pwd.getpwuid(os.getuid())
+        group = grp.getgrgid(user.pw_gid)
+    except KeyError:
+        return None
+    is_alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return user.pw_gid if is_alone else None
+
+
+_log = logging.getLogger(__name__)
+
+MAX_LAUNCHES = 50
+MAX_BYTES = 1 << 30
+_NAME = re.compile(r"\d{8}T\d{12}Z-.+")
+_sizes: dict[Path, int] = {}
+"""Bytes of finished launches: listing 50 directories takes milliseconds."""
+
+
+def prune(max_launches: int = MAX_LAUNCHES, max_bytes: int = MAX_BYTES) -> None:
+    """Remove this user's oldest log directories; leave those that cannot be removed.
+
+    The newest launch, running launches, and launches that their kernel still refers to are never removed.
+
+    Args:
+        max_launches: How many launches to keep, and how many cells of sessions.
+        max_bytes: The total size to keep, without the newest launch and those that this process refers to.
+    """
+    try:
+        root = state_root()
+    except StartError:  # the next launch reports it
+        _log.debug("no logs are pruned", exc_info=True)
+        return
+    names: list[str] = []
+    with suppress(OSError), os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and _is_own(entry))
+    total = 0
+    ages = {True: itertools.count(), False: itertools.count()}
+    for name in reversed(names):
+        directory = root / name
+        age = next(ages[name.endswith(CELL_SUFFIX)])  # the cells of a session must not cost a training its logs
+        if name == names[-1] or is_referenced(directory):
+            continue
+        total += _size(directory)
+        if age >= max_launches or total > max_bytes:
+            _remove(directory)
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    """Return True if this is a directory of this user's: users may share the root."""
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # pruned by another kernel
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _size(directory: Path) -> int:
+    if directory in _sizes:
+        return _sizes[directory]
+    lock = _try_lock(directory)
+    total = 0
+    with suppress(OSError):  # pruned by another kernel, or unreadable
+        total = sum(entry.lstat().st_size for entry in directory.iterdir())
+    if lock is not None:  # a finished launch: its size stays
+        _sizes[directory] = total
+        directory_lock.release(lock)
+    return total
+
+
+def _remove(directory: Path) -> None:
+    lock = _try_lock(directory)
+    if lock is None:
+        return
+    _sizes.pop(directory, None)
+    try:
+        shutil.rmtree(directory, ignore_errors=True)  # the next pruning retries
+    finally:
+        directory_lock.release(lock)
+
+
+def _try_lock(directory: Path) -> int | None:
+    try:
+        return directory_lock.acquire(directory)
+    except OSError as error:
+        _log.debug("nblaunch: %s cannot be locked, so it counts as in use: %s", directory, error)
+        return None

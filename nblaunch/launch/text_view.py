@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, without_colours
-from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import (
+from nblaunch.launch.views import (
     Countdown,
     Displays,
     Ended,
@@ -32,6 +31,7 @@ from nblaunch.launch.views.events import (
     Stream,
     Stuck,
     Tick,
+    View,
     duration_text,
 )
 from nblaunch.machine import timeouts

@@ -1,1 +1,0 @@
-"""What shows a launch: the interface and its text form."""
