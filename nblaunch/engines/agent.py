@@ -31,15 +31,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.engines.agent_files import AgentFiles, AgentFolder, OwnModules
 from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.link import JOIN, Message, Outbox, configure, versions_here
+from nblaunch.engines.link import JOIN, Message, Outbox, configure, credential, versions_here
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Received
-from nblaunch.machine import munge, timeouts
-from nblaunch.machine.inventory import Machine, this_machine
-from nblaunch.machine.network import address_towards, interface_of
-from nblaunch.machine.process_state import Process, this_process
+from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
@@ -439,7 +437,7 @@ class Agent:
 
     # -------------------------------------------------------------- joining
     def _join(self) -> None:
-        proof = munge.credential(self._boot.text_to_prove(self._identity)) if self._boot.proof else ""
+        proof = credential(self._boot.text_to_prove(self._identity)) if self._boot.proof else ""
         joined = pickle.dumps(Joined(self._machine, self._boot.node), protocol=5)
         self._send([JOIN, json.dumps(asdict(versions_here())).encode(), proof.encode(), joined])
 

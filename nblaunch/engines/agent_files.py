@@ -17,7 +17,7 @@ from typing import Literal
 from nblaunch.engines.link import Message
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
-from nblaunch.machine.own_modules import digest_of
+from nblaunch.machine.own_code import digest_of
 from nblaunch.wire import directory_lock
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.link_messages import Files, NeedFiles, Place, Written

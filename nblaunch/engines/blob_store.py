@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.machine import sealed_files
-from nblaunch.machine.sealed_files import Draft
+from nblaunch.machine import segments
+from nblaunch.machine.segments import Draft
 from nblaunch.wire.link_messages import BlobPart, Part
 
 PART_BYTES = 1 << 18
@@ -38,7 +38,7 @@ class BlobStore:
         if part.key in self._complete:
             return False
         if part.key not in self._arriving:
-            self._arriving[part.key] = _Arriving(sealed_files.create(part.size))
+            self._arriving[part.key] = _Arriving(segments.create_file(part.size))
         blob = self._arriving[part.key]
         if part.offset in blob.offsets:
             return False

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import IO, NamedTuple
 
 from nblaunch.errors import StartError, warn
-from nblaunch.machine import named_resources, processes, sealed_files, timeouts
+from nblaunch.machine import named_resources, processes, segments, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import (
     KNOWN_SAFE,
@@ -331,7 +331,7 @@ class ForkServer:
 
 def _errors_file() -> IO[bytes]:
     """Open an unnamed file for a server's stderr."""
-    return os.fdopen(sealed_files.create(name="nblaunch-stderr").leave_writable(), "w+b")
+    return os.fdopen(segments.create_file(name="nblaunch-stderr").leave_writable(), "w+b")
 
 
 class Servers:

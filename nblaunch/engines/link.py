@@ -23,7 +23,9 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -38,7 +40,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.errors import StartError
-from nblaunch.machine import munge, timeouts
+from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import LINK_PROTOCOL, Boot, Joined, Part, Proof, Versions
 
 _log = logging.getLogger(__name__)
@@ -323,7 +325,7 @@ class Link:
             self._join(Peer(identity, connection, time.monotonic()), parts)
 
     def _join(self, peer: Peer, parts: Sequence[Part]) -> None:
-        if self.boot.proof and not munge.is_own(bytes(parts[2]).decode(), self.boot.text_to_prove(peer.identity)):
+        if self.boot.proof and not is_own_credential(bytes(parts[2]).decode(), self.boot.text_to_prove(peer.identity)):
             _log.warning("nblaunch: an agent could not prove that it is one of yours, and was not let in")
             return
         self._peers[peer.identity] = peer
@@ -347,7 +349,42 @@ class Link:
                 raise
 
 
-# ------------------------------------------------------------------ versions
+# ------------------------------------------------------------------ credentials and versions
+# munge, https://github.com/dun/munge, encrypts with a key that all machines of a cluster share, for one reader.
+def has_munge() -> bool:
+    """Return True if this machine makes credentials."""
+    return shutil.which("munge") is not None and _program(["munge", "--no-input", "--no-output"], "") is not None
+
+
+def credential(text: str) -> str:
+    """Return a credential with a text; empty if this machine makes none."""
+    return (_program(["munge"], text) or "").strip()
+
+
+def is_own_credential(made: str, text: str) -> bool:
+    """Return True if a process of this user, on a machine of the cluster, has made a credential with this text.
+
+    A second look at the same credential returns False.
+    """
+    said = _program(["unmunge", "--numeric"], made)
+    if said is None:
+        return False
+    head, _, body = said.partition("\n\n")
+    fields = dict(line.partition(":")[::2] for line in head.splitlines())
+    return fields.get("UID", "").strip() == str(os.getuid()) and body == text
+
+
+def _program(command: list[str], text: str) -> str | None:
+    """Return what a command prints; None if it fails."""
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=timeouts.PROGRAM_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
 def versions_here() -> Versions:
     """Return the versions of this process, which must be the same on every node."""
     python = ".".join(map(str, sys.version_info[:2]))

@@ -12,8 +12,7 @@ from nblaunch.engines.fork_servers import Where, servers
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.protocol import Order, Wakeup
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.inventory import Machine, this_machine
-from nblaunch.machine.process_state import this_process
+from nblaunch.machine.inventory import Machine, this_machine, this_process
 from nblaunch.wire.messages import Method
 
 

@@ -18,8 +18,7 @@ from nblaunch.engines.nodes import Nodes, NodeWorkers
 from nblaunch.engines.protocol import GivenUpError, Order, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
-from nblaunch.machine.inventory import Machine
-from nblaunch.machine.network import address_towards, checked_address
+from nblaunch.machine.inventory import Machine, address_towards, checked_address
 from nblaunch.wire.link_messages import Boot, Preload, Proof
 
 

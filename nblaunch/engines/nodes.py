@@ -52,7 +52,7 @@ from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
-from nblaunch.machine.own_modules import own_files
+from nblaunch.machine.own_code import own_files
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.errors import StartError
-from nblaunch.machine.inventory import Machine
-from nblaunch.machine.process_state import Process
+from nblaunch.machine.inventory import Machine, Process
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.drops import Dropped

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
+from nblaunch.engines.link import has_munge
 from nblaunch.errors import ArgumentError, StartError, warn
-from nblaunch.machine import munge, timeouts
+from nblaunch.machine import timeouts
 from nblaunch.machine.slurm_variables import TASKS_PER_GPU, memory_conflict
 from nblaunch.wire.link_messages import Boot
 
@@ -78,7 +79,7 @@ class SlurmStarter(CommandStarter):
             raise StartError(
                 f"engine='slurm': there is no `{missing[0]}` on the PATH: start the notebook where Slurm's commands are"
             )
-        self.proof = "munge" if munge.is_available() else ""
+        self.proof = "munge" if has_munge() else ""
         asked = os.environ.get("SLURM_JOB_NODELIST", "") if self._allocation else ""
         lines = _answer("scontrol", "show", "node", "--oneliner", *([asked] if asked else [])).splitlines()
         fields = [dict(word.partition("=")[::2] for word in line.split()) for line in lines]

@@ -18,7 +18,7 @@ from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Note, RanksPlaced, View
-from nblaunch.machine.process_state import Process
+from nblaunch.machine.inventory import Process
 from nblaunch.wire.messages import Payload, Source
 
 

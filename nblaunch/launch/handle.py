@@ -30,8 +30,8 @@ from nblaunch.launch.turn_queue import BusyError
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Begun, Ended, LaunchInfo, Note, Outcome, ShieldedView, Started, State, View
 from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import this_process
 from nblaunch.machine.limits import process_advice, remedy
-from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Cell, Payload
 

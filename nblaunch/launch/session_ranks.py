@@ -30,7 +30,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
 from nblaunch.launch.views import NullView, View
 from nblaunch.machine import timeouts
-from nblaunch.machine.process_state import this_process
+from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.sent_names import SentNames
 from nblaunch.wire.messages import RankExited, Settings, Source, World
 from nblaunch.wire.session_messages import Bound, SentName

@@ -1,4 +1,4 @@
-"""What a launch finds on a machine: GPUs, CPUs, the environment, and room for descriptors."""
+"""What a launch finds on a machine: GPUs, CPUs, addresses, and the state of the kernel process that ranks inherit."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import contextlib
 import ctypes
 import errno
 import importlib
+import ipaddress
 import os
+import socket
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from nblaunch.machine.limits import usable_cpus
+from nblaunch.errors import ArgumentError
+from nblaunch.machine.limits import affinity, usable_cpus
+from nblaunch.machine.own_code import is_users
 
 LOOPBACK = "127.0.0.1"
 _UNLIMITED_DESCRIPTORS = 1 << 20
 _CUDA_DRIVER = "libcuda.so.1"
 _CUDA_ERROR_NOT_INITIALIZED = 3
+_LIMITS = ("NOFILE", "CORE", "CPU", "FSIZE", "DATA", "STACK", "AS", "MEMLOCK", "NPROC")
 _GPU_DEVICES = ("/dev/kfd", "/dev/dxg")
 """ROCm's, and Windows' for WSL 2."""
 
@@ -130,3 +136,102 @@ def free_descriptors() -> int:
         return max(0, soft - used)
     except OSError as error:
         return 0 if error.errno == errno.EMFILE else soft  # no descriptor is left for listdir
+
+
+# ------------------------------------------------------------------ the process
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What ranks inherit from the kernel process, besides the environment."""
+
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    umask: int
+    limits: tuple[tuple[int, int, int], ...]
+    """Resource, soft limit, hard limit; see `resource.setrlimit`."""
+    cpus: tuple[int, ...]
+    """The CPU affinity; empty if the platform has none."""
+
+
+def this_process() -> Process:
+    import resource  # which Windows lacks
+
+    kinds = [getattr(resource, f"RLIMIT_{name}") for name in _LIMITS if hasattr(resource, f"RLIMIT_{name}")]
+    limits = tuple((kind, *resource.getrlimit(kind)) for kind in kinds)
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:  # the directory was removed
+        cwd = os.path.abspath(os.sep)
+    return Process(cwd, (*map(str, sys.path), *_left_directories()), tuple(sys.argv), _umask(), limits, affinity())
+
+
+def _left_directories() -> list[str]:
+    """Return where the user's imported modules are that ``sys.path`` finds no more: the directory was changed since."""
+    if "" not in sys.path:
+        return []
+    known, found = {os.path.abspath(entry) for entry in map(str, sys.path)}, []
+    for name, module in sys.modules.copy().items():  # another thread may be importing
+        file = None if "." in name else getattr(module, "__dict__", {}).get("__file__")
+        if not isinstance(file, str):
+            continue
+        root, _, last = file.rpartition(os.sep)
+        if last.startswith("__init__."):
+            root = root.rpartition(os.sep)[0]
+        if root not in known and os.path.isabs(root) and is_users(file):
+            known.add(root)
+            found.append(root)
+    return found
+
+
+def _umask() -> int:
+    """Return the umask without setting it: `os.umask` would race with other threads."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("\nUmask:")[2].split()[0], 8)
+    except (OSError, IndexError, ValueError):
+        return 0o022
+
+
+# ------------------------------------------------------------------ addresses
+def address_towards(peer: str) -> str:
+    """Return the address of this machine from which it reaches another.
+
+    Args:
+        peer: The other machine's IPv4 address or name.
+
+    Raises:
+        OSError: The name does not resolve, or there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # any port: the system only chooses a route
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an IPv4 address; empty if none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+            return str(name)
+    return ""
+
+
+def checked_address(name: str, value: str) -> str:
+    """Return an IPv4 address of this machine.
+
+    Args:
+        name: The setting that has it, for the error.
+        value: The address.
+
+    Raises:
+        ArgumentError: It is not an address of this machine.
+    """
+    try:
+        ipaddress.IPv4Address(value)
+    except ValueError:
+        raise ArgumentError(f"{name}={value!r}: must be an IPv4 address of this machine") from None
+    if not interface_of(value):
+        raise ArgumentError(f"{name}={value!r}: no network interface of this machine has this address")
+    return value

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nblaunch.machine.processes import thread_count
-from nblaunch.machine.sealed_files import SHARED_MEMORY
 
+SHARED_MEMORY = Path("/dev/shm")
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _HIGH_LIMIT = 20_000

@@ -1,25 +1,28 @@
 """Segments: large regions of memory, copied once into anonymous files that other processes map.
 
 A segment is written once and sealed. Each process maps it privately: all share its pages until one of them writes, and
-a write stays in the process that made it.
+a write stays in the process that made it. Its file is a memfd. Where the system has none, or a container's seccomp
+filter refuses them, or memory is short, it is an unlinked file: in /dev/shm if there is room, else on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import shutil
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nblaunch.machine import sealed_files
-from nblaunch.machine.limits import free_memory
+from nblaunch.machine.limits import SHARED_MEMORY, free_memory
 
 _ALIGNMENT = 64
 """Bytes. A region's address in a segment and its address in memory are equal modulo this."""
@@ -33,6 +36,8 @@ _MIN_CHECKED_BYTES = 64 << 20
 _RESERVE_BYTES = 256 << 20
 """Memory or disk space to leave free for other processes."""
 _PAGE = mmap.PAGESIZE
+_LEFT_SHARE = 2
+"""At least 1/2 of /dev/shm stays free: containers have 64 MB, which DataLoader workers and NCCL need too."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _with_gil = ctypes.PyDLL(None, use_errno=True)  # its calls do not release the interpreter's lock
@@ -47,6 +52,103 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+# ------------------------------------------------------------------ anonymous files
+class Draft:
+    """A file that is being written. End with `seal`, `leave_writable` or `close`.
+
+    Attributes:
+        fd: The descriptor to write to.
+        in_memory: Whether the file is a memfd.
+    """
+
+    def __init__(self, fd: int, reader: int | None = None) -> None:
+        self.fd, self.in_memory = fd, reader is None
+        self._reader = reader
+        """Opened while the file had a name: /proc, which could open it again, may be missing."""
+
+    def seal(self) -> int:
+        """Return a descriptor that nothing can be written through. Root could still reopen a file on disk."""
+        if self._reader is None:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            return self.fd
+        os.close(self.fd)
+        return self._reader
+
+    def leave_writable(self) -> int:
+        """Return the descriptor, for a file that its receivers write to."""
+        if self._reader is not None:
+            os.close(self._reader)
+        return self.fd
+
+    def close(self) -> None:
+        """Drop the file."""
+        os.close(self.leave_writable())
+
+
+def create_file(size: int = 0, folder: Path | None = None, name: str = "nblaunch") -> Draft:
+    """Open an anonymous file for writing.
+
+    Args:
+        size: The bytes that it will have. Default: few.
+        folder: Put the file on disk, in this folder. Default: in memory where the system has memfds.
+        name: What the descriptor is called in ``/proc``.
+    """
+    if folder is None:
+        memory = _memory_file(name)
+        if memory is not None:
+            return Draft(memory)
+        if _fits_shared_memory(size):
+            draft = _unlinked(name, SHARED_MEMORY)
+            with contextlib.suppress(OSError):  # another process has taken the room
+                if size:
+                    os.posix_fallocate(draft.fd, 0, size)
+                return draft
+            draft.close()
+    return _unlinked(name, folder)
+
+
+def _unlinked(name: str, folder: Path | None) -> Draft:
+    fd, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
+    try:
+        reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        os.close(fd)
+        raise
+    finally:
+        os.unlink(path)
+    os.fchmod(fd, 0o400)  # or another process could open it for writing through /proc
+    return Draft(fd, reader)
+
+
+def _has_memory_file(size: int) -> bool:
+    memory = _memory_file("nblaunch")
+    if memory is None:
+        return _fits_shared_memory(size)
+    os.close(memory)
+    return True
+
+
+def _memory_file(name: str) -> int | None:
+    """Return a memfd; None where the system has none or refuses them: EPERM by seccomp, ENOSYS, EACCES by a sysctl."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except AttributeError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return None
+
+
+def _fits_shared_memory(size: int) -> bool:
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return False
+    room = shutil.disk_usage(SHARED_MEMORY)
+    return room.free - size >= room.total // _LEFT_SHARE
+
+
+# ------------------------------------------------------------------ segments
 class Region(NamedTuple):
     """A range of this process's memory."""
 
@@ -169,7 +271,7 @@ def find_room(size: int, folder: Path) -> Path | None:
         NoRoomError: There is no room.
     """
     memory = _memory_short_of(size)
-    if memory is None and sealed_files.fits(size):
+    if memory is None and _has_memory_file(size):
         return None
     disk = 0 if memory is not None and _is_memory(folder) else shutil.disk_usage(folder).free
     if size <= disk - _RESERVE_BYTES:
@@ -224,7 +326,7 @@ def _write_segment(regions: Sequence[Region], folder: Path | None) -> list[Place
     for region in regions:
         offsets.append(size + (region.address - size) % _ALIGNMENT)
         size = offsets[-1] + region.size
-    draft = sealed_files.create(size, folder)
+    draft = create_file(size, folder)
     try:
         os.ftruncate(draft.fd, size)
         for region, offset in zip(regions, offsets, strict=True):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context, reduction
 from typing import Any
 
-from nblaunch.machine import sealed_files, segments
+from nblaunch.machine import segments
 from nblaunch.transfer import definitions
 from nblaunch.transfer.tensors import BufferSink
 from nblaunch.wire import rank_variables
@@ -480,7 +480,7 @@ def _reduce_lock(lock: Any, sink: BufferSink | None) -> Reduced:
         children = [each for each in multiprocessing.active_children() if "Manager" not in each.name]
         if any(isinstance(each, context.ForkProcess) for each in children):
             raise RefusedError(lock, "which processes that the notebook has forked may share already", advice)
-        _pages[lock] = _Page(sealed_files.create(mmap.PAGESIZE).leave_writable())
+        _pages[lock] = _Page(segments.create_file(mmap.PAGESIZE).leave_writable())
         segments.move_page(semaphore.handle, _pages[lock].fd)
     page = _Descriptor(_pages[lock].fd, sink)
     return _lock, (type(lock), semaphore.kind, semaphore.maxvalue, None, page)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nblaunch.machine import sealed_files, timeouts
+from nblaunch.machine import segments, timeouts
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -219,7 +219,7 @@ def write_blob(*parts: bytes | bytearray | memoryview, folder: Path | None = Non
         folder: Put the file on disk, in this folder. Default: in memory.
     """
     views = [memoryview(part).cast("B") for part in parts]
-    draft = sealed_files.create(sum(map(len, views)), folder)
+    draft = segments.create_file(sum(map(len, views)), folder)
     try:
         for view in views:
             while view:

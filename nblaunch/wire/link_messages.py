@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nblaunch.machine.inventory import Machine
-from nblaunch.machine.own_modules import OwnFile
-from nblaunch.machine.process_state import Process
+from nblaunch.machine.inventory import Machine, Process
+from nblaunch.machine.own_code import OwnFile
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import Done, Failed, RankExited, Task

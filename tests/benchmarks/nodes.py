@@ -36,7 +36,7 @@ from nblaunch.launch import frontend
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.handle import Launch
 from nblaunch.launch.views import Event, RanksChanged, RanksPlaced, View
-from nblaunch.machine.process_state import this_process
+from nblaunch.machine.inventory import this_process
 from nblaunch.wire.link_messages import Boot
 from nblaunch.wire.messages import Running, Swept, Task, World
 from tests.benchmarks.scale import slope

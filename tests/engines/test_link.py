@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from nblaunch.engines.link import JOIN, Link, Peer, versions_here
-from nblaunch.machine import munge
+from nblaunch.engines.link import JOIN, Link, Peer, credential, versions_here
 from nblaunch.machine.inventory import Machine
 from nblaunch.wire.link_messages import Boot, Joined, Leaving, Proof
 from tests.conftest import eventually
@@ -122,11 +121,11 @@ def test_stolen_keys_are_not_enough_where_munge_proves_the_user(slurm_cluster: o
     boot, bomb = kernel.link.boot, pickle.dumps(Bomb(tmp_path / "exploded"))
     thief, agent = Speaker(boot), Speaker(boot)
     versions = json.dumps(asdict(versions_here())).encode()
-    stolen = munge.credential(boot.text_to_prove(agent.identity)).encode()
-    for proof in (b"", b"MUNGE:nonsense:", munge.credential("another text").encode(), stolen):
+    stolen = credential(boot.text_to_prove(agent.identity)).encode()
+    for proof in (b"", b"MUNGE:nonsense:", credential("another text").encode(), stolen):
         thief.socket.send_multipart([JOIN, versions, proof, bomb])
     thief.socket.send_multipart([bomb])
-    agent.proof = munge.credential(boot.text_to_prove(agent.identity)).encode()
+    agent.proof = credential(boot.text_to_prove(agent.identity)).encode()
     agent.join()
     agent.say(Leaving("a reason"))
     eventually(lambda: kernel.heard == [Leaving("a reason")])

@@ -26,7 +26,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.task import Task
 from nblaunch.launch.views import NullView
-from nblaunch.machine.process_state import this_process
+from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.debug_messages import Look
 from tests.conftest import LONG, eventually

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.machine import sealed_files
+from nblaunch.machine import segments
 from nblaunch.wire import messages
 from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, write_blob
 from nblaunch.wire.messages import Done, Interrupted, Running, Source
@@ -329,8 +329,8 @@ def test_refused_anonymous_memory_is_replaced(number: int, monkeypatch: pytest.M
     monkeypatch.setattr(os, "memfd_create", refuse)
     for free, folder in ((100, "/dev/shm"), (99, tempfile.gettempdir())):
         usage = SimpleNamespace(free=free, total=100)
-        monkeypatch.setattr("nblaunch.machine.sealed_files.shutil.disk_usage", lambda path, usage=usage: usage)
-        fd = sealed_files.create(50).leave_writable()
+        monkeypatch.setattr("nblaunch.machine.segments.shutil.disk_usage", lambda path, usage=usage: usage)
+        fd = segments.create_file(50).leave_writable()
         assert os.fstat(fd).st_dev == os.stat(folder).st_dev
         os.write(fd, b"x")
         os.close(fd)
@@ -342,7 +342,7 @@ def test_a_limit_of_open_files_is_no_reason_for_a_file_on_disk(monkeypatch: pyte
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(OSError, match="Too many open files"):
-        sealed_files.create()
+        segments.create_file()
 
 
 def test_a_blob_that_cannot_be_written_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import PayloadError
-from nblaunch.machine import sealed_files, segments
+from nblaunch.machine import segments
 from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.outgoing import Outgoing
@@ -932,7 +932,7 @@ def test_a_large_file_needs_room_where_memory_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(sealed_files, "_LEFT_SHARE", 0.5)
+    monkeypatch.setattr(segments, "_LEFT_SHARE", 0.5)
     data = large()
     placed = segments.write([Region(data.data_ptr(), 1000)], tmp_path)
     assert not any(each.segment.in_memory for each in placed)

@@ -30,8 +30,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views import Countdown, Logs, Note, NullView, RanksChanged, RanksPlaced, Reports, StacksShown, View
 from nblaunch.launch.views import Event as ShownEvent
 from nblaunch.machine import timeouts
-from nblaunch.machine.inventory import Machine
-from nblaunch.machine.process_state import this_process
+from nblaunch.machine.inventory import Machine, this_process
 from nblaunch.wire.channel import LostDescriptorsError
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import Done, Leaving, Payload, Running, Settings, Source, World
