@@ -39,6 +39,7 @@ from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Recei
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
 from nblaunch.machine.processes import die_with_parent
+from nblaunch.wire import AGENT_FOLDER, BELOW_AGENT
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.link_messages import (
@@ -69,7 +70,6 @@ from nblaunch.wire.link_messages import (
     in_other_clock,
 )
 from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, Swept
-from nblaunch.wire.rank_variables import AGENT_FOLDER, BELOW_AGENT
 
 if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler

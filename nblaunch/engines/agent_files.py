@@ -18,7 +18,7 @@ from nblaunch.engines.link import Message
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import digest_of
-from nblaunch.wire import directory_lock
+from nblaunch.wire import launch_files
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.link_messages import Files, NeedFiles, Place, Written
 
@@ -37,14 +37,14 @@ class AgentFolder:
         prefix = f"nblaunch-agent-{socket.gethostname()}-"  # a shared disk may have locks that other nodes do not see
         for old in temporary.glob(f"{glob.escape(prefix)}*"):
             with contextlib.suppress(OSError):  # it has no locks, or another agent is removing it
-                if old.lstat().st_uid == os.getuid() and (lock := directory_lock.acquire(old)) is not None:
+                if old.lstat().st_uid == os.getuid() and (lock := launch_files.acquire_lock(old)) is not None:
                     shutil.rmtree(old, ignore_errors=True)
-                    directory_lock.release(lock)
+                    launch_files.release_lock(lock)
         self._lock: int | None = None
         while self._lock is None:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary))
             try:
-                self._lock = directory_lock.acquire(self.path)  # None: another agent has just removed it
+                self._lock = launch_files.acquire_lock(self.path)  # None: another agent has just removed it
             except OSError:
                 break  # there are no locks: the folder stays if everything here is killed at once
 
@@ -52,7 +52,7 @@ class AgentFolder:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
-            directory_lock.release(self._lock)
+            launch_files.release_lock(self._lock)
             self._lock = None
 
 

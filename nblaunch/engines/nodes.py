@@ -55,7 +55,6 @@ from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_code import own_files
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.display_records import SUFFIXES
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.launch_files import output_file, rank_file
@@ -91,7 +90,7 @@ from nblaunch.wire.link_messages import (
     Written,
     in_other_clock,
 )
-from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept, Task
+from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept, Task, ToDebugger
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()

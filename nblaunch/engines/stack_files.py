@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nblaunch.machine import timeouts
-from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
+from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead
 
 MAX_DUMP_BYTES = 1 << 20
 """Room for 100 threads of 100 frames, faulthandler's own limits."""

@@ -21,7 +21,7 @@ from nblaunch.launch.views import preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.slurm_variables import refusal, slurm_task
-from nblaunch.wire import rank_variables
+from nblaunch.wire import RANK
 from nblaunch.wire.messages import Payload
 
 _IGNORED: dict[str, tuple[Any, str]] = {
@@ -247,7 +247,7 @@ def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, argume
 
 def refuse_nested() -> None:
     """Raise NestedLaunchError in a rank, in a child process of a rank, or in one of several Slurm tasks."""
-    rank = os.environ.get(rank_variables.RANK)
+    rank = os.environ.get(RANK)
     if rank is not None:
         raise NestedLaunchError(
             f"this is rank {rank} of a launch, and a rank cannot launch: call notebook_launcher in the notebook"

@@ -17,8 +17,7 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.text_view import is_terminal
 from nblaunch.launch.views import Note, Stream, View
 from nblaunch.machine import timeouts
-from nblaunch.wire.debug_messages import Debugging
-from nblaunch.wire.messages import Payload, Source
+from nblaunch.wire.messages import Debugging, Payload, Source
 from nblaunch.wire.session_messages import Question
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nblaunch.machine import timeouts
-from nblaunch.wire.debug_messages import (
+from nblaunch.wire.messages import (
     Asked,
     Closed,
     Debugging,
@@ -30,10 +30,10 @@ from nblaunch.wire.debug_messages import (
     Opened,
     OpenedBy,
     Printed,
+    Source,
     ToDebugger,
     Typed,
 )
-from nblaunch.wire.messages import Source
 
 _HELP: Mapping[OpenedBy, str] = {
     "breakpoint": "n: next line, s: step into, c: continue, q or EOF: stop all ranks, ",

@@ -18,7 +18,7 @@ from nblaunch.machine import arguments, timeouts
 from nblaunch.machine.inventory import Machine, free_descriptors
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import describes_task
-from nblaunch.wire import rank_variables
+from nblaunch.wire import MATPLOTLIB_BACKEND, RANK
 from nblaunch.wire.drops import log_limit
 from nblaunch.wire.messages import World
 
@@ -150,7 +150,7 @@ class Plan:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS_TO_HANDLE,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            rank_variables.RANK: str(rank),
+            RANK: str(rank),
             "NBLAUNCH_LAUNCH_ID": launch_id,
         }
 
@@ -296,7 +296,7 @@ def _common_environment(
     if env.get("PYTHONBREAKPOINT", "").startswith("ray."):  # ray.init has set it, for its own workers
         del env["PYTHONBREAKPOINT"]
     if any(word in env.get("MPLBACKEND", "") for word in _NOTEBOOK_BACKENDS):
-        env["MPLBACKEND"] = rank_variables.MATPLOTLIB_BACKEND
+        env["MPLBACKEND"] = MATPLOTLIB_BACKEND
     if precision != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
     if device == "cpu":
@@ -310,7 +310,7 @@ def _is_launch_variable(name: str) -> bool:
     return (
         name in _TORCHRUN
         or name in _INTERFACES
-        or name.startswith(("TORCHELASTIC_", rank_variables.RANK, "NBLAUNCH_LAUNCH"))
+        or name.startswith(("TORCHELASTIC_", RANK, "NBLAUNCH_LAUNCH"))
         or describes_task(name)
     )
 

@@ -39,8 +39,18 @@ from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views import Countdown, Note, RanksChanged, Stuck, View
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
-from nblaunch.wire.debug_messages import FromDebugger
-from nblaunch.wire.messages import Done, Failed, Interrupted, Leaving, NotStarted, RankExited, Running, Source, World
+from nblaunch.wire.messages import (
+    Done,
+    Failed,
+    FromDebugger,
+    Interrupted,
+    Leaving,
+    NotStarted,
+    RankExited,
+    Running,
+    Source,
+    World,
+)
 from nblaunch.wire.session_messages import Names
 
 Phase = Literal["running", "returned", "failed", "stopping", "ended"]

@@ -1,4 +1,4 @@
-"""Where a rank stops for the user: ``breakpoint()``, an exception, a look from outside. And ``input()``.
+"""Where a rank stops for the user: ``breakpoint()``, an exception, a look from outside, and ``input()``.
 
 The debugger itself is imported on first use: with it comes IPython.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import is_rank_runtime, is_users
-from nblaunch.ranks import notebook_names
-from nblaunch.ranks.keyboard import Keyboard
-from nblaunch.wire.debug_messages import Closed, Debugging, Look, Opened, OpenedBy, Printed
+from nblaunch.ranks import main_module
+from nblaunch.ranks.kernel_channel import Keyboard
+from nblaunch.wire.messages import Closed, Debugging, Look, Opened, OpenedBy, Printed
 
 
 class Breakpoints:
@@ -165,7 +165,7 @@ class Breakpoints:
         link.send(Closed(*place))
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:
-        notebook_names.get_ipython()  # which a spawned rank has not created yet
+        main_module.get_ipython()  # which a spawned rank has not created yet
         return importlib.import_module("nblaunch.ranks.debugger").RankDebugger(self._keyboard, by, command)
 
 

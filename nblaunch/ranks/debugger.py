@@ -1,7 +1,7 @@
 """IPython's debugger in a rank: ``breakpoint()``, post-mortem, and a look at a rank that runs on.
 
-The user types in the notebook; lines come through `nblaunch.ranks.keyboard`. Quitting asks the kernel to stop the task:
-the interrupt, not ``BdbQuit``, ends the call, so that ``finally`` blocks and the other ranks see what Stop does.
+The user types in the notebook; lines come through a `Keyboard`. Quitting asks the kernel to stop the task: the
+interrupt, not ``BdbQuit``, ends the call, so that ``finally`` blocks and the other ranks see what Stop does.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import code
 import contextlib
 import inspect
+import io
 import linecache
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -24,11 +26,13 @@ from IPython.core.debugger import Pdb
 from nblaunch.errors import text_of
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import is_rank_runtime
-from nblaunch.ranks.keyboard import ErrorScreen, Keyboard, Lines, Screen
+from nblaunch.ranks.kernel_channel import Keyboard
 from nblaunch.ranks.report import current
-from nblaunch.wire.debug_messages import Closed, Opened, OpenedBy
+from nblaunch.wire.messages import Closed, Opened, OpenedBy, Printed
 
 _MAX_ERROR = 1000
+_MAX_TEXT = 1 << 20
+"""Characters that one command may print."""
 _JOINED = frozenset({
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "backward", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier",
@@ -334,3 +338,63 @@ def _joined_call(source: str, names: Mapping[str, Any]) -> str:
         if name in _JOINED and (is_torchs or (name == "backward" and is_ddp)) and "async_op=True" not in source:
             return str(name)
     return ""
+
+
+# ------------------------------------------------------------------ its streams
+class Screen(io.TextIOBase):
+    """Where the debugger prints: text goes to the notebook before each request for a line.
+
+    It stands in for ``sys.stdout`` while a command runs. What other threads print meanwhile goes where it would go.
+    """
+
+    def __init__(self, keyboard: Keyboard) -> None:
+        super().__init__()
+        self._keyboard = keyboard
+        self._parts: deque[str] = deque()
+        self.thread = 0
+        """The debugger's."""
+        self.others: Any = sys.stdout
+        """Where other threads print."""
+
+    def write(self, text: str, /) -> int:
+        """Print text."""
+        if threading.get_ident() != self.thread:
+            return int(self.others.write(text))
+        self._parts.append(text)
+        return len(text)
+
+    def send(self) -> None:
+        """Send what was printed."""
+        text = "".join(self._parts.popleft() for _ in range(len(self._parts)))
+        if len(text) > _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters\n"
+        if text:
+            link = self._keyboard.link
+            link.send(Printed(link.rank, link.task, text))
+
+
+class ErrorScreen(io.TextIOBase):
+    """Stands in for ``sys.stderr`` as a screen does for ``sys.stdout``."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__()
+        self._screen, self._others = screen, sys.stderr
+
+    def write(self, text: str, /) -> int:
+        """Print text."""
+        is_others = threading.get_ident() != self._screen.thread
+        return int((self._others if is_others else self._screen).write(text))
+
+
+class Lines:
+    """The debugger's stdin."""
+
+    def __init__(self, keyboard: Keyboard, screen: Screen, is_command: Callable[[], bool]) -> None:
+        self._keyboard, self._screen, self._is_command = keyboard, screen, is_command
+
+    def readline(self) -> str:
+        """Return what the user types; empty at the end of the input."""
+        self._screen.send()
+        with contextlib.suppress(EOFError):
+            return self._keyboard.ask("", is_command=self._is_command()) + "\n"
+        return ""

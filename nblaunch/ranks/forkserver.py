@@ -27,7 +27,7 @@ from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import edited, package_of
 from nblaunch.ranks import environment, process_group, reaper, worker
-from nblaunch.wire import rank_variables
+from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import PROTOCOL, Hello, Importing, NewReaper, NotStarted
 
@@ -52,7 +52,7 @@ def main(fd: int, kernel: int, tracker: int, preload: Sequence[str], ahead: Sequ
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if ahead:  # which may hang; the thread that has started this process waits for the end of it
         processes.die_with_parent(kernel)
-    if rank_variables.BELOW_AGENT in os.environ:
+    if BELOW_AGENT in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # reapers and ranks inherit that
     channel = Channel(socket.socket(fileno=fd))
     named_resources.use_tracker(tracker)
@@ -210,7 +210,7 @@ class _Server:
 
     def ends_when_idle(self) -> bool:
         """Return True without launches. Below an agent no cell would start another server."""
-        return not (self.reapers or rank_variables.BELOW_AGENT in os.environ)
+        return not (self.reapers or BELOW_AGENT in os.environ)
 
     def is_idle(self) -> bool:
         """Return True if nothing has used this server for long. A launch that comes now gets another."""

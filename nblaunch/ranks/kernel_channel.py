@@ -1,4 +1,4 @@
-"""A rank's side of its channel to the kernel: tasks come by it, and it says which of them a SIGINT belongs to."""
+"""A rank's side of its channel to the kernel: tasks come by it, which of them a SIGINT belongs to, and typed lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from nblaunch.machine import processes
-from nblaunch.ranks import group_sockets
+from nblaunch.machine import processes, timeouts
+from nblaunch.ranks import process_group
 from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
-from nblaunch.wire.debug_messages import Look, ToDebugger, Typed
-from nblaunch.wire.messages import Free, Interrupt, Interrupted, Task
+from nblaunch.wire.messages import Asked, Closed, Free, Interrupt, Interrupted, Look, Opened, Task, ToDebugger, Typed
 
 
 class KernelChannel:
@@ -129,7 +128,7 @@ class KernelChannel:
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
                     with contextlib.suppress(OSError):  # too many open files
-                        group_sockets.hush()
+                        process_group.hush()
                     signal.pthread_kill(self._main, signal.SIGINT)
                     self.on_interrupt()
                     deferral = self._deferral
@@ -137,7 +136,7 @@ class KernelChannel:
                         deferral.ask()
                 elif isinstance(message, Free) and message.task >= self.task:  # a later one waits for this one
                     with contextlib.suppress(Exception):  # it is asked again, and then killed
-                        group_sockets.cut()  # before the next task is read
+                        process_group.cut()  # before the next task is read
                 elif isinstance(message, (Typed, Look)) and message.task == self.task:
                     self.on_typed(message)
         finally:
@@ -185,3 +184,106 @@ class KernelChannel:
         self._waits = deferral is not None and deferral.may_wait()
         if self.armed and not self._waits:
             raise KeyboardInterrupt
+
+
+class Keyboard:
+    """Takes what the user types in the notebook, for the debugger and ``input``. One thread at a time has it: `turn`.
+
+    Args:
+        link: The channel to the kernel.
+
+    Attributes:
+        turn: Held by the thread whose debugger or ``input`` is open. Reentrant.
+        can_type: Whether the user can type in the present task.
+        look: Called by the reading thread when the kernel asks for a look.
+    """
+
+    def __init__(self, link: KernelChannel) -> None:
+        self.link = link
+        self.turn = threading.RLock()
+        self.can_type = False
+        self.look: Callable[[Look], None] = lambda message: None
+        self._lines: queue.SimpleQueue[Typed | None] = queue.SimpleQueue()
+        """Answers to the last request. None: something has happened."""
+        self._number = 0
+        """Of the last request."""
+        self._is_let_go = False
+        """The thread that waits for a line is to end its input."""
+        link.on_typed = self._take
+        link.on_interrupt = self._release
+
+    @property
+    def is_here(self) -> bool:
+        """Return True if this process is the rank, and no child that it has forked."""
+        return os.getpid() == self.link.owner
+
+    # -------------------------------------------------------------- lines
+    def ask(self, prompt: str, *, is_secret: bool = False, is_command: bool = False) -> str:
+        """Wait until the user has typed a line, and return it. Hold `turn`.
+
+        Raises:
+            EOFError: The user has ended the input, or the task was interrupted while another thread waited.
+            KeyboardInterrupt: The task was interrupted.
+        """
+        link = self.link
+        self._number, self._lines, self._is_let_go = self._number + 1, queue.SimpleQueue(), False
+        link.send(Asked(link.rank, link.task, self._number, prompt, is_secret, is_command))
+        typed: Typed | None = None
+        while typed is None or typed.number != self._number:
+            self._check_interrupt()
+            with contextlib.suppress(queue.Empty):
+                typed = self._lines.get(timeout=timeouts.TYPED_CHECK_INTERVAL_S)
+        if typed.line is None:
+            raise EOFError("the input has ended")
+        return typed.line
+
+    def _check_interrupt(self) -> None:
+        """Raise an error if no one waits for the line any more."""
+        if self.link.channel.closed or self._is_let_go:
+            raise EOFError("the input has ended")
+        if threading.current_thread() is threading.main_thread():
+            if self.link.interrupted:  # and has not raised: it came between two lines of ours
+                raise KeyboardInterrupt
+        elif self.link.is_stopping:
+            raise EOFError("the task was interrupted")
+
+    def let_go(self) -> None:
+        """End the input of the thread that waits for a line, if one does."""
+        self._is_let_go = True
+        self._lines.put(None)
+
+    def _take(self, message: ToDebugger) -> None:
+        if isinstance(message, Typed):
+            self._lines.put(message)
+        else:
+            self.look(message)
+
+    def _release(self) -> None:
+        """Let the thread that waits for a line see the interrupt: no SIGINT reaches any but the main one."""
+        self._lines.put(None)
+
+    # -------------------------------------------------------------- input()
+    def input(self, prompt: object = "", *, is_secret: bool = False) -> str:
+        """Ask the user in the notebook, as ``input`` does.
+
+        Raises:
+            EOFError: No one can type here, as in papermill, or in a child process of the rank.
+        """
+        text = str(prompt)
+        call = f"{'getpass' if is_secret else 'input'}({text!r})"
+        if not self.is_here:
+            raise EOFError(f"{call}: this is a child process of the rank, which has no keyboard; ask in the rank")
+        if not self.can_type:
+            raise EOFError(
+                f"{call}: no one can type here; pass the answer as an argument, or run the cell where a person can "
+                "answer"
+            )
+        link = self.link
+        if link.is_stopping:
+            raise EOFError(f"{call}: the task is being stopped, so no one is asked")
+        with self.turn:
+            link.send(Opened(link.rank, link.task, "input"))
+            try:
+                return self.ask(text, is_secret=is_secret)
+            finally:
+                link.send(Closed(link.rank, link.task))

@@ -16,11 +16,15 @@ Everything else (a store of the user's, ``file://``, another host's address) goe
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,10 +32,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from nblaunch.errors import RankError
-from nblaunch.machine import timeouts
-from nblaunch.ranks import group_sockets
+from nblaunch.machine import processes, timeouts
+from nblaunch.machine.processes import LINUX
 from nblaunch.ranks.collective_log import collective_log, install_kernels
-from nblaunch.ranks.fork_guard import guard
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -110,7 +113,7 @@ def join(world: World, rank: int, world_size: int) -> None:
     if world.no_group:
         return
     limit = _limit(world)
-    with group_sockets.joining():
+    with joining():
         dist.init_process_group(world.backend, timeout=None if limit is None else timedelta(seconds=limit))
     _home.ours = dist.group.WORLD
     guard.install()
@@ -137,7 +140,7 @@ def leave(*, is_last: bool = False) -> None:
 
     if dist.is_available() and dist.is_initialized():
         if not is_last:
-            group_sockets.finish_on_gpus()
+            finish_on_gpus()
         dist.destroy_process_group()
     if not is_last:
         collective_log.end_groups()
@@ -274,3 +277,226 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
     sock.listen(_BACKLOG)
     return sock
+
+
+# ------------------------------------------------------------------ connections
+# The connections of this rank's process groups: cutting them frees a call that waits for a peer.
+#
+# SIGINT, ``abort`` and timeouts do not end a collective of gloo that waits. Shutting down its TCP connections makes the
+# call raise RuntimeError within milliseconds, and a new group can be made in the same process. Listening sockets stay
+# open: gloo ends the process if one fails. Runs in a kept rank's reader thread.
+#
+# A rank is freed when it has not responded to an interrupt for 0.5 s (0.1 s after another rank's failure), or, if it
+# has and is in its ``finally``, once another rank has left the task, or after half of the grace period. The next task
+# makes the process group again, under a new generation.
+
+_turn = threading.Lock()
+_is_joining = False
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Let `hush` discard stderr until the end of the block: torch writes C++ stacks about connections that are cut."""
+    global _is_joining
+    stderr = os.dup(2)
+    _is_joining = True
+    try:
+        yield
+    finally:
+        with _turn:
+            _is_joining = False
+            os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+def hush() -> None:
+    """Discard stderr while this rank joins its group: a stop is about to cut connections, here or in other ranks."""
+    with _turn, open(os.devnull, "w") as null:
+        if _is_joining:
+            os.dup2(null.fileno(), 2)
+
+
+def cut() -> None:
+    """Shut down the connections to the other ranks and to the rendezvous; abort communicators on GPUs."""
+    _abort_on_gpus()
+    store = None
+    with contextlib.suppress(KeyError, ValueError):  # user code has changed them
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    siblings = set(processes.children(os.getppid())) - {os.getpid()}
+    peers = {(own, other) for pid in siblings for _, own, other in _connections(pid)}
+    for fd, own, other in _connections(os.getpid()):
+        if fd >= 0 and (other == store or (other, own) in peers):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(pid: int) -> list[tuple[int, Any, Any]]:
+    """Return descriptor, own address and peer's address of each established TCP connection of a process."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        connections = getattr(process, "net_connections", None) or process.connections  # its name before psutil 6
+        return [(each.fd, _plain(each.laddr), _plain(each.raddr)) for each in connections(kind="tcp") if each.raddr]
+    except (psutil.Error, OSError):  # it has exited
+        return []
+
+
+def _plain(address: Any) -> tuple[str, int]:
+    """Return an address without the prefix of an IPv4 address on an IPv6 socket, such as the store's."""
+    return address.ip.removeprefix("::ffff:"), address.port
+
+
+def _abort_on_gpus() -> None:
+    """Abort the communicators of all process groups, each in a thread.
+
+    One after the other, an abort may wait for another rank's abort of the next one:
+    https://github.com/pytorch/pytorch/issues/119797
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    ended = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # a group without a backend on a GPU
+            backend = group._get_backend(sys.modules["torch"].device("cuda"))
+            backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+            abort = getattr(backend, "abort", None)  # old versions of torch have none
+            if abort is not None:
+                ended.append(_begin(abort))
+    deadline = time.monotonic() + timeouts.ABORT_TIMEOUT_S
+    for lock in ended:
+        lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def finish_on_gpus() -> None:
+    """Wait until this rank's GPU has nothing left to do; if that takes too long, abort the communicators.
+
+    While a collective of NCCL waits for a rank that never calls it, a process group cannot be destroyed: NCCL waits for
+    the collective, and holds a lock that keeps an abort out.
+    """
+    torch: Any = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return
+    with contextlib.suppress(Exception):  # CUDA's errors, of calls before: the user has seen them
+        ended = _begin(functools.partial(torch.cuda.synchronize, torch.cuda.current_device()))
+        if not ended.acquire(timeout=timeouts.GPU_WORK_TIMEOUT_S):
+            _abort_on_gpus()
+
+
+def _begin(call: Callable[[], None]) -> threading.Lock:
+    """Call a function in another thread, and return a lock that is released at its end."""
+    ended = threading.Lock()
+    ended.acquire()
+    _thread.start_new_thread(_run, (call, ended))  # `threading` must list the user's threads only
+    return ended
+
+
+def _run(call: Callable[[], None], ended: threading.Lock) -> None:
+    processes.leave_signals_to_main_thread()
+    try:
+        with contextlib.suppress(Exception):  # CUDA's errors; a group that was aborted before, or by torch's watchdog
+            call()
+    finally:
+        ended.release()
+
+
+# ------------------------------------------------------------------ forks
+# A guard for a rank's forks, such as of DataLoader workers: it delays a fork until libraries' threads are idle.
+#
+# Runs in ranks and their children. Before 3.13, CPython's forked child takes the lock of the thread list before it
+# re-creates that lock (``_PyEval_ReInitThreads``). A child forked while another thread holds the lock hangs before its
+# first line. Python's own threads take the lock with the GIL held, as the forking thread does. Threads of libraries do
+# not: after each collective a gloo thread enters Python to drop tensors.
+
+_IDLE_STATES = b"StTXZI"
+"""All but R (runnable) and D (uninterruptible: a page fault, or disk I/O)."""
+
+
+class ForkGuard:
+    """Waits for other threads before each fork of this process.
+
+    Threads that compute all the time never go idle: each timeout halves the next wait.
+    """
+
+    def __init__(self) -> None:
+        self._max_wait_s = timeouts.FORK_WAIT_S
+        self._is_installed = False
+        self._forking: list[_thread.LockType] = []
+        """Locks that are held until the fork is over."""
+
+    def install(self) -> None:
+        """Wait at each fork from now on, on Pythons that need it; children inherit the guard.
+
+        Covers ``os.fork``, multiprocessing, and subprocess with a ``preexec_fn``. Without one, a child of subprocess
+        runs no Python before its program.
+        """
+        if LINUX and sys.version_info < (3, 13) and not self._is_installed:
+            self._is_installed = True
+            os.register_at_fork(
+                before=self.wait, after_in_parent=self._release_locks, after_in_child=self._forking.clear
+            )
+
+    def wait(self) -> None:
+        """Wait until no library's thread runs, or until the timeout. Releases the GIL meanwhile."""
+        if not _library_thread_runs():
+            self._max_wait_s = timeouts.FORK_WAIT_S
+            return
+        deadline = time.monotonic() + self._max_wait_s
+        with self._interrupts_deferred():
+            while _library_thread_runs():
+                if time.monotonic() >= deadline:
+                    self._max_wait_s = max(self._max_wait_s / 2, timeouts.MIN_FORK_WAIT_S)
+                    return
+                time.sleep(timeouts.FORK_POLL_S)
+
+    @contextlib.contextmanager
+    def _interrupts_deferred(self) -> Iterator[None]:
+        """Deliver SIGINT after the fork: Python only prints an exception raised in a fork hook."""
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+            yield
+            return
+        seen: list[int] = []
+        signal.signal(signal.SIGINT, lambda signum, frame: seen.append(signum))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            if seen:
+                self._forking.append(_thread.allocate_lock())
+                self._forking[-1].acquire()
+                _thread.start_new_thread(_interrupt_after, (self._forking[-1], _thread.get_ident()))
+
+    def _release_locks(self) -> None:
+        while self._forking:
+            self._forking.pop().release()
+
+
+guard = ForkGuard()
+
+
+def _interrupt_after(forking: _thread.LockType, thread: int) -> None:
+    forking.acquire()
+    signal.pthread_kill(thread, signal.SIGINT)
+
+
+def _library_thread_runs() -> bool:
+    """Return True if a thread that Python did not start is running."""
+    # without threading's lock, which the forking thread may hold
+    known = [thread for thread in list(threading._active.values()) if type(thread) is not threading._DummyThread]  # type: ignore[attr-defined]
+    own = {threading.get_native_id(), *(thread.native_id for thread in known)}
+    try:
+        return any(_state(task) not in _IDLE_STATES for task in os.listdir("/proc/self/task") if int(task) not in own)
+    except OSError:  # no /proc
+        return False
+
+
+def _state(task: str) -> bytes:
+    """Return a thread's state letter, such as ``R``; ``X`` if the thread is gone."""
+    try:
+        with open(f"/proc/self/task/{task}/stat", "rb", buffering=0) as file:
+            return file.read(512).rpartition(b") ")[2][:1]
+    except OSError:
+        return b"X"

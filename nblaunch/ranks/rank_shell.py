@@ -2,7 +2,7 @@
 
 Created once in the fork server; each rank enters it with its own namespace. It has no history, keeps no files, starts
 no thread, and never talks to the kernel. A cell is not run by the shell: it swallows exceptions, and
-`nblaunch.ranks.task_body` must report them. For the same reason ``!command`` is our own.
+`nblaunch.ranks.worker` must report them. For the same reason ``!command`` is our own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 from IPython.utils.text import LSString, SList
 
 from nblaunch.ranks import rank_display
-from nblaunch.wire.rank_variables import MATPLOTLIB_BACKEND
+from nblaunch.wire import MATPLOTLIB_BACKEND
 
 _NEEDS_THE_NOTEBOOK = frozenset({
     "autosave", "conda", "connect_info", "debug", "distributed", "ed", "edit", "gui", "hist", "history",

@@ -23,7 +23,7 @@ from typing import BinaryIO, Literal, NoReturn
 
 from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.limits import remedy
-from nblaunch.wire import rank_variables
+from nblaunch.wire import AGENT_FOLDER, BELOW_AGENT
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
@@ -77,7 +77,7 @@ def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> 
 
 def remove_files_of_killed_agent() -> None:
     """Remove the folder of the agent above if it cannot: it was killed."""
-    folder, agent = os.environ.get(rank_variables.AGENT_FOLDER), os.environ.get(rank_variables.BELOW_AGENT)
+    folder, agent = os.environ.get(AGENT_FOLDER), os.environ.get(BELOW_AGENT)
     if folder and agent and not processes.alive(int(agent)):
         shutil.rmtree(folder, ignore_errors=True)
 

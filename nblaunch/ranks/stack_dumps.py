@@ -22,8 +22,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from nblaunch.machine import processes, timeouts
-from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
-from nblaunch.wire.launch_files import rank_file, stacks_pipe
+from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead, rank_file, stacks_pipe
 from nblaunch.wire.messages import RankSpec
 
 _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13

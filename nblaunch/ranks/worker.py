@@ -6,12 +6,17 @@ they are the same.
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import atexit
 import contextlib
 import errno
 import faulthandler
 import functools
+import inspect
+import itertools
 import linecache
+import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -24,33 +29,37 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 from nblaunch.machine import named_resources, processes
 from nblaunch.ranks import (
+    changed_values,
     environment,
     error_report,
     main_module,
-    notebook_names,
     process_group,
     rank_display,
     stack_dumps,
-    task_body,
 )
 from nblaunch.ranks.breakpoints import Breakpoints
 from nblaunch.ranks.collective_log import collective_log, cut_kernel
-from nblaunch.ranks.kernel_channel import KernelChannel
-from nblaunch.ranks.keyboard import Keyboard
+from nblaunch.ranks.kernel_channel import KernelChannel, Keyboard
 from nblaunch.ranks.namespace import Namespace
-from nblaunch.ranks.report import Context, Interrupted, enter
-from nblaunch.transfer import cell_effects, definitions
+from nblaunch.ranks.report import Context, Interrupted, current, enter
+from nblaunch.transfer import cell_effects, definitions, parameters
 from nblaunch.transfer.parcel import pack, unpack
-from nblaunch.wire import rank_variables
+from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
-from nblaunch.wire.messages import Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
-from nblaunch.wire.session_messages import Names, NamesTaken
+from nblaunch.wire.messages import Cell, Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
+from nblaunch.wire.session_messages import Names, NamesTaken, Question
 
+_log = logging.getLogger(__name__)
+_VALUE = "__nblaunch_value__"
+"""The name that a cell binds to the value of its last expression."""
+HIDES_OLDER_FRAMES = "__ipython_bottom__"
+"""A value of ``__tracebackhide__`` by which IPython's debugger hides a frame and those that have called it."""
 LoadPayload = Callable[[list[int]], Payload]
 
 
@@ -60,7 +69,7 @@ def prepare() -> None:
 
     environment.find_pools()
     process_group.find_backends()
-    notebook_names.prepare()
+    main_module.prepare_shell()
     forget_finalizers()
 
 
@@ -272,7 +281,7 @@ def _work(
             environment.apply_settings(payload.settings)
         cell_effects.set_here(payload.attributes, is_kept=home is not None)
         link.send(Running(spec.rank, task.task, taken))
-        return task_body.call(payload, home)
+        return _call(payload, home)
     finally:
         link.armed = False
 
@@ -291,7 +300,7 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
     ended = time.monotonic_ns()
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
-        is_here = rank_variables.BELOW_AGENT not in os.environ
+        is_here = BELOW_AGENT not in os.environ
         parcel = pack(lambda found: result, Path(spec.log_dir), home=at_home, is_here=is_here)
     except BaseException as error:
         if not isinstance(error, Exception):
@@ -324,7 +333,110 @@ def _set_the_scene(payload: Payload, home: Namespace | None) -> None:
         main_module.install(names, more)
     if home is not None:
         home.is_set_up = True
-    notebook_names.install(names)
+    main_module.install_shell(names)
+
+
+# ------------------------------------------------------------------ the body of a task
+def _call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[str, ...]]:
+    """Run the payload in this rank.
+
+    Args:
+        payload: What to run.
+        home: The names of a kept rank. Default: the rank runs one task.
+
+    Returns:
+        Its return value, and the names of arguments and globals that it modified but did not return.
+    """
+    __tracebackhide__ = HIDES_OLDER_FRAMES
+    context = current()
+    assert context is not None
+    before: dict[str, Any] = {}
+    try:
+        before = changed_values.fingerprints(payload.watched)
+    except Exception:  # noqa: BLE001  # a user's named_parameters; best effort: must never fail the task
+        _log.info("cannot watch the payload's values for modifications", exc_info=True)
+    if home is not None:
+        home.names.update(_own_values(context))
+    if isinstance(payload.function, Cell):
+        result = _run_cell(payload.function, payload.anchor.__globals__ if home is None else home.names, context)
+    elif isinstance(payload.function, Question):
+        assert home is not None
+        result = home.answer(payload.function)
+    else:
+        args, kwargs = parameters.complete(payload.function, payload.args, payload.kwargs, _own_values(context))
+        result = payload.function(*args, **kwargs)
+    main_module.after_task()
+    try:
+        return result, changed_values.unreturned(payload.watched, before, result)
+    except Exception:  # noqa: BLE001  # a user's module or container
+        _log.info("cannot check the payload's values for modifications", exc_info=True)
+        return result, ()
+
+
+def _own_values(context: Context) -> dict[str, Any]:
+    """Return this rank's values of `parameters.FILLED_IN`."""
+    import torch
+
+    return {
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "local_rank": context.local_rank,
+        "device": torch.device(context.device),
+    }
+
+
+def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
+    """Run the cell's source; return the value of its last expression, or None."""
+    __tracebackhide__ = HIDES_OLDER_FRAMES
+    namespace.update(_own_values(context))
+    if cell.ranks is not None and context.rank not in cell.ranks:
+        return None
+    linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
+    main_module.before_cell(cell.source)
+    tree = ast.parse(cell.source, cell.filename)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):  # in one code with the rest: a debugger steps from line to line
+        target = ast.copy_location(ast.Name(_VALUE, ast.Store()), last)
+        tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
+    code = compile(tree, cell.filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    _drop_source_with(code, cell.filename)
+    try:
+        if code.co_flags & inspect.CO_COROUTINE:
+            error = asyncio.run(_awaited(code, namespace))
+            if error is not None:
+                raise error  # here, so that the traceback has no frames of asyncio
+        else:
+            exec(code, namespace)
+    finally:
+        value = namespace.pop(_VALUE, None)
+    if cell.shows_value and context.rank != cell.value_rank and value is not None:
+        main_module.show_value(value)
+    return None if cell.keeps_value else value
+
+
+def _drop_source_with(code: CodeType, filename: str) -> None:
+    """Remove a cell's source from `linecache` once none of its code is left: a session runs many cells."""
+    parts = [code]
+    for part in parts:  # it grows meanwhile
+        parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
+    entry, left = linecache.cache[filename], itertools.count(len(parts) - 1, -1)
+
+    def release() -> None:
+        if next(left) == 0 and linecache.cache.get(filename) is entry:
+            del linecache.cache[filename]
+
+    for part in parts:
+        weakref.finalize(part, release).atexit = False
+
+
+async def _awaited(code: CodeType, namespace: dict[str, Any]) -> Exception | None:
+    """Run code that awaits at the top level. Return its exception."""
+    __tracebackhide__ = HIDES_OLDER_FRAMES
+    try:
+        await eval(code, namespace)
+    except Exception as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+        return error
+    return None
 
 
 # ------------------------------------------------------------------ the end

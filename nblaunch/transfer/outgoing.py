@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nblaunch.machine import segments
 from nblaunch.machine.segments import Region
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES, is_sparse
-from nblaunch.wire import rank_variables
+from nblaunch.wire import RANK
 
 _MIN_VIEWED_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more is not copied on its way into the blob."""
@@ -69,7 +69,7 @@ class Outgoing:
     # -------------------------------------------------------------- called by the pickler
     @property
     def takes_gradients(self) -> bool:
-        return rank_variables.RANK not in os.environ
+        return RANK not in os.environ
 
     def write(self, data: bytes) -> None:
         self._uncounted_bytes += len(data)

@@ -27,7 +27,7 @@ from typing import Any
 from nblaunch.machine import segments
 from nblaunch.transfer import definitions
 from nblaunch.transfer.tensors import BufferSink
-from nblaunch.wire import rank_variables
+from nblaunch.wire import RANK
 
 Reduced = tuple[Any, ...]
 Row = Callable[[Any, BufferSink | None], Reduced | None]
@@ -199,7 +199,7 @@ def _reduce_script(script: Any, sink: BufferSink | None) -> Reduced:
 def _script(data: bytes, on_gpu: bool, operators: object) -> Any:
     import torch
 
-    is_here = on_gpu and rank_variables.RANK in os.environ and torch.cuda.is_available()
+    is_here = on_gpu and RANK in os.environ and torch.cuda.is_available()
     where = torch.device("cuda", torch.cuda.current_device()) if is_here else torch.device("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch has told the user already
@@ -287,7 +287,7 @@ def _operator(namespace: str, name: str, schema: str, tags: tuple[Any, ...]) -> 
     from torch._library.custom_ops import CustomOpDef
 
     own = _own_operators().get(f"{namespace}::{name}")
-    if own is not None and rank_variables.RANK not in os.environ:
+    if own is not None and RANK not in os.environ:
         return own  # the notebook's, which comes back
     return CustomOpDef(namespace, name, schema, _unset, tags)
 
@@ -400,7 +400,7 @@ def as_for_child(sink: BufferSink | None) -> Iterator[None]:
 
 
 def _may_share() -> bool:
-    return rank_variables.RANK not in os.environ
+    return RANK not in os.environ
 
 
 def _check_here(obj: Any, sink: BufferSink | None) -> None:

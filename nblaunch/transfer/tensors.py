@@ -16,7 +16,7 @@ import weakref
 from typing import Any, NamedTuple, Protocol
 
 from nblaunch.machine.segments import Region, memory_at
-from nblaunch.wire import rank_variables
+from nblaunch.wire import RANK
 
 MIN_BUFFER_BYTES = 16 << 10
 """Smaller buffers stay in the pickle, as storages that torch allocates: it cannot resize memory that is not its own."""
@@ -144,7 +144,7 @@ def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
 def needs_unwrapping(obj: Any) -> bool:
     """Return True for a rank's DistributedDataParallel: its receiver may have no process group, and gets the module."""
     torch = sys.modules.get("torch")
-    if torch is None or rank_variables.RANK not in os.environ or not hasattr(torch.nn, "parallel"):
+    if torch is None or RANK not in os.environ or not hasattr(torch.nn, "parallel"):
         return False
     return issubclass(type(obj), torch.nn.parallel.DistributedDataParallel)
 
@@ -183,7 +183,7 @@ def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
         if fd < 0 or not _is_users(fd):
             return None
         return shared_storage, (buffers.add_descriptor(fd, storage), size)
-    if rank_variables.RANK in os.environ or storage.filename is not None:
+    if RANK in os.environ or storage.filename is not None:
         return None  # a rank would unlink the name, as its last user; or the user chose the file
     buffers.keep_until_received(storage)
     return named_shared_storage, storage._share_filename_cpu_()
@@ -274,7 +274,7 @@ def storage_on_own_device(storage: Any) -> Any:
     """Move a storage that was on a GPU: in a rank to the rank's GPU; the notebook leaves it on the CPU."""
     import torch
 
-    return storage.cuda() if rank_variables.RANK in os.environ and torch.cuda.is_available() else storage
+    return storage.cuda() if RANK in os.environ and torch.cuda.is_available() else storage
 
 
 # ------------------------------------------------------------------ tensors

@@ -24,7 +24,7 @@ from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
-from nblaunch.wire import rank_variables
+from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import Hello, Method
 from tests.conftest import LONG, eventually, marked_processes, present_server, settled_server
@@ -369,7 +369,7 @@ def test_a_server_is_not_idle_while_a_launch_runs(own: Servers, preload: Callabl
 def test_a_server_below_an_agent_stays(preload: Callable[[str], None]) -> None:
     """No cell would start another one there."""
     preload(SOON_IDLE)
-    agent = Where({**os.environ, rank_variables.BELOW_AGENT: str(os.getpid())}, os.sep)
+    agent = Where({**os.environ, BELOW_AGENT: str(os.getpid())}, os.sep)
     server = ForkServer(fork_servers._PRELOAD, agent)
     server.ready()
     time.sleep(1.5)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader
 
-from nblaunch.ranks import fork_guard
+from nblaunch.ranks import process_group
 from tests.conftest import LONG
 from tests.processes.conftest import Launcher
 
@@ -137,10 +137,10 @@ class Clock:
 
 
 def test_a_thread_that_never_rests_costs_less_at_each_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, guard, waits = Clock(), fork_guard.ForkGuard(), list[float]()
-    monkeypatch.setattr(fork_guard, "time", clock)
+    clock, guard, waits = Clock(), process_group.ForkGuard(), list[float]()
+    monkeypatch.setattr(process_group, "time", clock)
     for is_running in [*[True] * 10, False, True]:
-        monkeypatch.setattr(fork_guard, "_library_thread_runs", lambda is_running=is_running: is_running)
+        monkeypatch.setattr(process_group, "_library_thread_runs", lambda is_running=is_running: is_running)
         begun = clock.now
         guard.wait()
         waits.append(clock.now - begun)
@@ -149,17 +149,17 @@ def test_a_thread_that_never_rests_costs_less_at_each_fork(monkeypatch: pytest.M
 
 
 def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_guard, "_state", lambda task: b"R")
+    monkeypatch.setattr(process_group, "_state", lambda task: b"R")
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(2)]
     for thread in threads:
         thread.start()
     own = [str(threading.get_native_id()), *(str(thread.native_id) for thread in threads)]
-    monkeypatch.setattr(fork_guard, "os", SimpleNamespace(listdir=lambda folder: own))
+    monkeypatch.setattr(process_group, "os", SimpleNamespace(listdir=lambda folder: own))
 
-    assert not fork_guard._library_thread_runs()
+    assert not process_group._library_thread_runs()
     own.append("1")
-    assert fork_guard._library_thread_runs()
+    assert process_group._library_thread_runs()
     stop.set()
     for thread in threads:
         thread.join()
@@ -169,10 +169,10 @@ def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPat
 def test_an_interrupt_within_the_wait_comes_after_the_fork() -> None:
     code = """if True:
         import os, signal, time
-        from nblaunch.ranks import fork_guard
+        from nblaunch.ranks import process_group
         looks = iter([lambda: True, lambda: signal.raise_signal(signal.SIGINT) or True, lambda: False])
-        fork_guard._library_thread_runs = lambda: next(looks)()
-        fork_guard.guard.install()
+        process_group._library_thread_runs = lambda: next(looks)()
+        process_group.guard.install()
         try:
             pid = os.fork()
             if pid == 0:

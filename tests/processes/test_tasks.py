@@ -28,7 +28,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views import NullView
 from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.parcel import unpack
-from nblaunch.wire.debug_messages import Look
+from nblaunch.wire.messages import Look
 from tests.conftest import LONG, eventually
 
 

@@ -12,7 +12,6 @@ from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Rec
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
@@ -25,6 +24,7 @@ from nblaunch.wire.messages import (
     Running,
     Swept,
     Task,
+    ToDebugger,
 )
 
 FAKE_PID = 1000

@@ -11,7 +11,7 @@ import pytest
 
 from nblaunch.engines.agent_files import _PIECE_BYTES, AgentFiles, AgentFolder
 from nblaunch.engines.link import Message
-from nblaunch.wire import directory_lock
+from nblaunch.wire import launch_files
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import Written
 
@@ -28,7 +28,7 @@ def test_the_next_agent_removes_what_a_killed_one_has_left(tmp_path: Path, monke
     living, killed = AgentFolder(), AgentFolder()
     AgentFiles(killed.path, "a-group").directory("/kernel")
     assert killed._lock is not None
-    directory_lock.release(killed._lock)
+    launch_files.release_lock(killed._lock)
     AgentFolder().close()
     assert set(tmp_path.iterdir()) == {living.path}
     living.close()

@@ -8,7 +8,7 @@ import pytest
 
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.machine import timeouts
-from nblaunch.wire.debug_messages import (
+from nblaunch.wire.messages import (
     Asked,
     Closed,
     FromDebugger,
@@ -16,10 +16,10 @@ from nblaunch.wire.debug_messages import (
     Opened,
     OpenedBy,
     Printed,
+    Source,
     ToDebugger,
     Typed,
 )
-from nblaunch.wire.messages import Source
 
 TASK = 3
 

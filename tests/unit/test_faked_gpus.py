@@ -18,7 +18,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.machine import inventory, timeouts
 from nblaunch.machine.inventory import has_used_cuda, this_machine
-from nblaunch.ranks import error_report, group_sockets, process_group
+from nblaunch.ranks import error_report, process_group
 from nblaunch.ranks.forkserver import fork_problem
 from nblaunch.wire.messages import Failed, GpuMemory
 
@@ -182,7 +182,7 @@ def abort_all(monkeypatch: pytest.MonkeyPatch, *aborts: Any) -> None:
         distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=groups)),
     )
     monkeypatch.setitem(sys.modules, "torch.distributed", fake)
-    group_sockets._abort_on_gpus()
+    process_group._abort_on_gpus()
 
 
 def test_communicators_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_a_collective_that_hangs_is_aborted_before_its_group(
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(timeouts, "GPU_WORK_TIMEOUT_S", 0.01 if hangs else 60.0)
-    monkeypatch.setattr(group_sockets, "_abort_on_gpus", lambda: said.append("abort"))
+    monkeypatch.setattr(process_group, "_abort_on_gpus", lambda: said.append("abort"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: said.append("destroy"))
     process_group.leave()
@@ -244,12 +244,12 @@ def test_a_collective_that_hangs_is_aborted_before_its_group(
 
 def test_a_broken_cuda_does_not_keep_the_group(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1 // 0)
-    group_sockets.finish_on_gpus()
+    process_group.finish_on_gpus()
 
 
 def test_a_group_on_the_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("asked"))
-    group_sockets.finish_on_gpus()
+    process_group.finish_on_gpus()
 
 
 def test_torch_has_what_an_abort_needs() -> None:

@@ -35,7 +35,7 @@ BELOW = {
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
 RANK_SHELL, RANK_DEBUGGER = "rank_shell.py", "debugger.py"
 """The only module of ranks/ that imports IPython; it is imported by name, where a rank needs it."""
-NOTEBOOK_NAMES = "notebook_names.py"
+NOTEBOOK_NAMES = "main_module.py"
 """Imports the shell by name."""
 TASK = (
     *("abandoned.py", "group.py", "rank_state.py", "stack_text.py", "stacks.py", "stopping.py", "supervisor.py"),

@@ -20,7 +20,7 @@ from nblaunch.errors import StartError
 from nblaunch.launch.output import log_directory
 from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs, prune, state_root
 from nblaunch.machine import processes
-from nblaunch.wire import directory_lock
+from nblaunch.wire import launch_files
 from tests.unit.test_state_root import give_away
 
 
@@ -65,7 +65,7 @@ def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
         processes.open_log(str(tmp_path / "rank0.out"))
     (tmp_path / "live").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        directory_lock.acquire(tmp_path)
+        launch_files.acquire_lock(tmp_path)
 
 
 def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_attempts_of_one_launch_have_different_directories(root: Path) -> None:
 
 
 def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    acquire = directory_lock.acquire
+    acquire = launch_files.acquire_lock
     removed: list[Path] = []
 
     def pruned_meanwhile(directory: Path) -> int | None:
@@ -115,7 +115,7 @@ def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, m
             shutil.rmtree(directory)
         return acquire(directory)
 
-    monkeypatch.setattr(directory_lock, "acquire", pruned_meanwhile)
+    monkeypatch.setattr(launch_files, "acquire_lock", pruned_meanwhile)
     files = LaunchFiles.create("abc")
     assert files.directory != removed[0]
     assert (files.directory / "live").exists()
@@ -132,7 +132,7 @@ def test_a_lock_on_a_file_that_was_replaced_does_not_count(root: Path, monkeypat
         (directory / "live").touch()
 
     monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
-    assert directory_lock.acquire(directory) is None
+    assert launch_files.acquire_lock(directory) is None
 
 
 def test_without_locks_a_launch_works_and_is_never_pruned(

@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 from nblaunch.launch.payload import for_cell
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parcel import pack, unpack
-from nblaunch.wire import rank_variables
+from nblaunch.wire import RANK
 from nblaunch.wire.messages import Cell
 from tests.unit.notebooks import Notebook, open_notebook
 
@@ -191,7 +191,7 @@ def test_gradients_go_to_ranks_and_do_not_come_back(tmp_path: Path, monkeypatch:
     assert came.weight.grad.tolist() == [[1.0, 1.0]]
     assert torch.allclose(came.weight, layer.weight - 1)
     assert its_weight.grad.tolist() == [3.0, 3.0]
-    monkeypatch.setenv(rank_variables.RANK, "0")
+    monkeypatch.setenv(RANK, "0")
     assert packed()[0].weight.grad is None
 
 
@@ -275,7 +275,7 @@ def test_a_lock_that_forked_children_may_share_is_refused(tmp_path: Path, monkey
 
 def test_a_result_holds_no_end_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = multiprocessing.Pipe()
-    monkeypatch.setenv(rank_variables.RANK, "0")
+    monkeypatch.setenv(RANK, "0")
     with pytest.raises(TypeError, match="only the notebook"):
         pack(lambda found: ends, tmp_path)
     for end in ends:

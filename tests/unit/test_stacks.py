@@ -19,7 +19,7 @@ from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.views import NullView
 from nblaunch.machine.own_code import COLLECTIVE_LOG
 from nblaunch.ranks.stack_dumps import dump
-from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
+from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead
 from nblaunch.wire.messages import Source
 from tests.conftest import LONG
 

@@ -25,7 +25,7 @@ from typing import Any
 import platformdirs
 
 from nblaunch.errors import StartError, warn
-from nblaunch.wire import directory_lock
+from nblaunch.wire import launch_files
 from nblaunch.wire.launch_files import rank_file
 
 _log = logging.getLogger(__name__)
@@ -77,9 +77,9 @@ class LaunchFiles:
             with suppress(FileExistsError):  # the same launch and microsecond: retry
                 directory.mkdir(mode=0o700)
                 try:
-                    lock = directory_lock.acquire(directory)
+                    lock = launch_files.acquire_lock(directory)
                 except OSError as error:
-                    if error.errno not in directory_lock.UNSUPPORTED:
+                    if error.errno not in launch_files.NO_LOCKS:
                         raise
                     _log.warning("nblaunch: %s will never be pruned: its file system does not support locks", directory)
                     return cls(directory, None)
@@ -114,7 +114,7 @@ def _unpickle(directory: Path) -> LaunchFiles:
 
 def _release(lock: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child must not release the parent's lock; the number may be another file's
-        directory_lock.release(lock)
+        launch_files.release_lock(lock)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -306,7 +306,7 @@ def _size(directory: Path) -> int:
         total = sum(entry.lstat().st_size for entry in directory.iterdir())
     if lock is not None:  # a finished launch: its size stays
         _sizes[directory] = total
-        directory_lock.release(lock)
+        launch_files.release_lock(lock)
     return total
 
 
@@ -318,12 +318,12 @@ def _remove(directory: Path) -> None:
     try:
         shutil.rmtree(directory, ignore_errors=True)  # the next pruning retries
     finally:
-        directory_lock.release(lock)
+        launch_files.release_lock(lock)
 
 
 def _try_lock(directory: Path) -> int | None:
     try:
-        return directory_lock.acquire(directory)
+        return launch_files.acquire_lock(directory)
     except OSError as error:
         _log.debug("nblaunch: %s cannot be locked, so it counts as in use: %s", directory, error)
         return None

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.seeding import derived_seed, seed_generators
-from nblaunch.wire import directory_lock
+from nblaunch.wire import launch_files
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -290,7 +290,7 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
-            claim = os.open(self.path, os.O_RDONLY)  # a lock file, as `directory_lock.acquire` has, would stay
+            claim = os.open(self.path, os.O_RDONLY)  # a lock file, as `launch_files.acquire_lock` has, would stay
         except OSError as error:
             raise ArgumentError(f"{name}: no file can be written there ({error}). Give another folder") from error
         try:
@@ -308,7 +308,7 @@ class CheckpointFolder:
         claim, self._claim = self._claim, None
         if claim is not None:
             with contextlib.suppress(OSError):  # best effort: must never hide the end of training
-                directory_lock.release(claim)
+                launch_files.release_lock(claim)
 
     def write(self, state: Mapping[str, Any], step: int, *, is_latest: bool = True, is_best: bool = False) -> None:
         """Write a checkpoint; then remove surplus ones and those of other runs.
