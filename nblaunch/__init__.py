@@ -17,7 +17,7 @@ if _typing.TYPE_CHECKING:
     from nblaunch.launch.session import Session
     from nblaunch.notebook.comparison import compare
     from nblaunch.ranks.report import progress, report
-    from nblaunch.training.accelerator.accelerator import Accelerator
+    from nblaunch.training.accelerator import Accelerator
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "Accelerator": "nblaunch.training.accelerator.accelerator",
+    "Accelerator": "nblaunch.training.accelerator",
     "Launch": "nblaunch.launch.handle",
     "LaunchResult": "nblaunch.launch.result",
     "Session": "nblaunch.launch.session",

@@ -4,22 +4,16 @@ It works the same in a launch, under torchrun or srun, and in a single process; 
 `nblaunch.training.peers` shows the trainers of transformers and lightning in the panel. See README.md beside this file.
 """
 
-from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.data import (
-    ClassBalancedBatchSampler,
-    DistributedWeightedSampler,
-    ExactDistributedSampler,
-    Prefetcher,
-    ShardedLoader,
-    shard,
-    skip_first_batches,
-)
+from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.evaluation import evaluate
+from nblaunch.training.loader import ShardedLoader, shard, skip_first_batches
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
-from nblaunch.training.parallel.parallelism import Parallelism
+from nblaunch.training.parallelism import Parallelism
+from nblaunch.training.prefetch import Prefetcher
+from nblaunch.training.samplers import ClassBalancedBatchSampler, DistributedWeightedSampler, ExactDistributedSampler
 from nblaunch.training.seeding import seed_everything, seed_worker
-from nblaunch.training.trainer.train_config import TrainConfig
-from nblaunch.training.trainer.trainer import Trainer
+from nblaunch.training.train_config import TrainConfig
+from nblaunch.training.trainer import Trainer
 
 __all__ = [
     "Accelerator",

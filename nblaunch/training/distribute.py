@@ -25,7 +25,7 @@ from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutErro
 from nblaunch.machine.arguments import unknown_argument
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import Interrupted, current
-from nblaunch.training.parallel.sharded_states import gathered
+from nblaunch.training.parallelism import gathered
 from nblaunch.training.pytree import children, is_container
 from nblaunch.training.topology import has_group, world
 from nblaunch.transfer import definitions, parameters, pickling

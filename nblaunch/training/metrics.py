@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import whole_number
-from nblaunch.training.exchange import exchange
+from nblaunch.training.collectives import exchange
 from nblaunch.training.pytree import tensors_in, to_device
 
 _UNIT_BITS = 1074

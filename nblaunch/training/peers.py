@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from nblaunch.ranks.report import Progress, report
-from nblaunch.training.data.index_source import length_of
+from nblaunch.training.loader import length_of
 from nblaunch.training.topology import world
 
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "total_flos")

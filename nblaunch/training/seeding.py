@@ -7,7 +7,7 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ _SEED_LIMIT = 2**32
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python, NumPy and torch on all devices, and set the default seed of loaders and samplers.
 
-    Workers of a loader from `nblaunch.training.data.shard` derive their seeds from it. On one machine, with the same
+    Workers of a loader from `nblaunch.training.shard` derive their seeds from it. On one machine, with the same
     versions and number of ranks, a run on the CPU is then bit-equal to the one before.
 
     Args:
@@ -141,6 +141,37 @@ def seeded(seed: int, *generators: torch.Generator) -> Iterator[None]:
                 numpys.set_bit_generator(numpys.MT19937())
         _seed_python_and_numpy(seed % _SEED_LIMIT)
         yield
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's generators: torch's, its GPU's, Python's, and NumPy's if it is loaded."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():  # asking whether it is available would start the driver
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the states that `random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        import numpy
+
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+def seed_from_random_states(states: Mapping[str, Any], rank: int) -> None:
+    """Seed this rank's generators from another rank's states, for a rank that did not exist when they were saved."""
+    data = bytes(states["torch"].tolist())
+    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    seed_generators(derived_seed(digest, rank))
 
 
 def _seed_python_and_numpy(seed: int) -> None:

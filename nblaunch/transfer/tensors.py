@@ -132,7 +132,7 @@ def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
         if kind.__name__ == "DTensor" and issubclass(kind, torch.Tensor):
             raise TypeError(
                 "the ranks divide this tensor, and this is one rank's part: take the whole, by full_tensor() or for "
-                "a module by full_state(model) of nblaunch.training.parallel.sharded_states, which every rank must call"
+                "a module by full_state(model) of nblaunch.training.parallelism, which every rank must call"
             )
         if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
             return tensor_v3_rebuilder, ()

@@ -135,7 +135,7 @@ else:
 _PREFETCHES = """
 def rates(rounds, steps):
     from torchvision.models import resnet50
-    from nblaunch.training.data import Prefetcher
+    from nblaunch.training import Prefetcher
     device, _ = join()
     model = resnet50().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

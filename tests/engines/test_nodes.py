@@ -31,7 +31,7 @@ from nblaunch.launch.api import preload
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.training import TrainConfig, Trainer
-from nblaunch.training.exchange import exchange
+from nblaunch.training.collectives import exchange
 from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually

@@ -13,7 +13,7 @@ COUNT = gpus.number()
 MODEL = """
 from torch import nn
 from nblaunch.training import Accelerator, Parallelism, evaluate
-from nblaunch.training.parallel.sharded_states import full_state
+from nblaunch.training.parallelism import full_state
 
 class Residual(nn.Module):
     def __init__(self, width):

@@ -96,7 +96,7 @@ def test_batches_copied_ahead_are_right(kernel: Kernel, depth: int) -> None:
     """While a slow kernel delays their use, and each batch's memory is free for the next as soon as Python lets go."""
     kernel.run(
         "def sums(device):\n"
-        "    from nblaunch.training.data import Prefetcher\n"
+        "    from nblaunch.training import Prefetcher\n"
         "    numbers = torch.arange(1 << 20).pin_memory()\n"
         "    batches = [{'x': (numbers + step).pin_memory(), 'step': step} for step in range(30)]\n"
         "    found = []\n"
@@ -117,7 +117,7 @@ def test_batches_are_copied_while_a_kernel_computes(kernel: Kernel) -> None:
     """A pass takes little more than its kernels; without the Prefetcher it takes the copies' time too."""
     kernel.run(
         "def overlaps(device):\n"
-        "    from nblaunch.training.data import Prefetcher\n"
+        "    from nblaunch.training import Prefetcher\n"
         "    def elapsed(work):\n"
         "        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
         "        begin.record()\n"

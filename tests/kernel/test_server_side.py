@@ -117,7 +117,7 @@ def test_texts_before_the_panel_are_shown_once(served: Kernel) -> None:
 def test_training_in_place_shows_its_begin_and_end(served: Kernel) -> None:
     cell = served.run(
         "import time\n"
-        "from nblaunch.training.trainer.fit_display import FitDisplay\n"
+        "from nblaunch.training.fit_display import FitDisplay\n"
         "display = FitDisplay(total=3, done=0)\n"
         "for number in display.batches(range(3), 'epoch 1'):\n"
         "    time.sleep(0.15)\n"  # longer than between two updates in a page

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch.training.accelerator.accelerator import Accelerator
+from nblaunch.training.accelerator import Accelerator
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")

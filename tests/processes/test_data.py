@@ -22,12 +22,19 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nblaunch.training import Accelerator, TrainConfig, skip_first_batches
-from nblaunch.training.data import ClassBalancedBatchSampler, ExactDistributedSampler, ShardedLoader, shard
-from nblaunch.training.exchange import exchange
+from nblaunch.training import (
+    Accelerator,
+    ClassBalancedBatchSampler,
+    ExactDistributedSampler,
+    ShardedLoader,
+    TrainConfig,
+    shard,
+    skip_first_batches,
+)
+from nblaunch.training.collectives import exchange
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.topology import world
-from nblaunch.training.trainer.trainer_data import loader_of
+from nblaunch.training.train_config import loader_of
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nblaunch
 from nblaunch import LaunchResult
 from nblaunch.errors import ArgumentError, NestedLaunchError, PayloadError, RankError
-from nblaunch.training.accelerator.accelerator import Accelerator
+from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.distribute import _Returned
 from tests.conftest import LONG
 from tests.torchrun import torchrun
@@ -251,7 +251,7 @@ SCRIPT = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from nblaunch import report
-    from nblaunch.training.accelerator.accelerator import Accelerator
+    from nblaunch.training.accelerator import Accelerator
 
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     torch.manual_seed(accelerator.rank)

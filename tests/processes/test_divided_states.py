@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError, CollectiveError
 from nblaunch.training import Accelerator, Accuracy, Parallelism, TrainConfig, Trainer
-from nblaunch.training.parallel.sharded_models import is_sharded
-from nblaunch.training.parallel.sharded_states import full_state
+from nblaunch.training.parallelism import full_state, is_sharded
 from tests.processes.conftest import Launcher
 from tests.processes.test_parallelism import TIED_PLAN, Model, loss_of, sentences
 

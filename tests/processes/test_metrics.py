@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accuracy, Mean, evaluate
-from nblaunch.training.data import ExactDistributedSampler, Prefetcher, shard
+from nblaunch.training import Accuracy, ExactDistributedSampler, Mean, Prefetcher, evaluate, shard
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")

@@ -27,9 +27,8 @@ from nblaunch.training import (
     Parallelism,
     evaluate,
 )
-from nblaunch.training.exchange import exchange
-from nblaunch.training.parallel.sharded_models import is_sharded
-from nblaunch.training.parallel.sharded_states import full_state
+from nblaunch.training.collectives import exchange
+from nblaunch.training.parallelism import full_state, is_sharded
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")

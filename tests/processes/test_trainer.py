@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, RankDiedError
 from nblaunch.training import Accuracy, Parallelism, TrainConfig, Trainer, evaluate
-from nblaunch.training.exchange import exchange
+from nblaunch.training.collectives import exchange
 from tests.conftest import eventually
 from tests.processes.trained import (
     Breaks,

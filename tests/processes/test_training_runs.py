@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import TrainConfig, Trainer
-from nblaunch.training.states import checkpoint
+from nblaunch.training import TrainConfig, Trainer, checkpoint
 from tests.processes.trained import Breaks, assert_same, assert_same_run, fitted, points, timeless, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.data import Prefetcher, shard
+from nblaunch.training import Prefetcher, shard
+from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.distribute import _find_trainable
-from nblaunch.training.precision import plain_forward
+from nblaunch.training.gradients import plain_forward
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nblaunch.training.trainer import fit_display
-from nblaunch.training.trainer.fit_display import FitDisplay
+from nblaunch.training import fit_display
+from nblaunch.training.fit_display import FitDisplay
 
 
 class Page:

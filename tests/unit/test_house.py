@@ -16,7 +16,6 @@ import pytest
 
 import nblaunch
 from nblaunch import errors, training
-from nblaunch.training import data
 
 PACKAGE = Path(nblaunch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -136,7 +135,7 @@ HOOKS = {"load_ipython_extension", "unload_ipython_extension"}
 """IPython calls them by name."""
 
 
-@pytest.mark.parametrize("module", [nblaunch, training, data], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [nblaunch, training], ids=lambda module: module.__name__)
 def test_all_is_the_namespace(module: ModuleType) -> None:
     assert sorted(module.__all__) == list(module.__all__)
     for name in module.__all__:

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.data import Prefetcher, prefetch, shard
+from nblaunch.training import Prefetcher, prefetch, shard
+from nblaunch.training.accelerator import Accelerator
 
 
 class Log(list[tuple[str, Any]]):

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data import (
+from nblaunch.training import (
     ClassBalancedBatchSampler,
     DistributedWeightedSampler,
     ExactDistributedSampler,
 )
-from nblaunch.training.data.samplers import RankSampler
+from nblaunch.training.samplers import RankSampler
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 PRIMES = (2, 3, 5, 7, 11, 13, 31, 61, 97)

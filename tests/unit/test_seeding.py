@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data import shard
+from nblaunch.training import shard
 from nblaunch.training.seeding import default_seed, derived_seed, seed_everything, seed_worker, seeded
 
 

@@ -29,13 +29,13 @@ from torch.utils.data import (
 )
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data import (
+from nblaunch.training import (
     ClassBalancedBatchSampler,
     ExactDistributedSampler,
     ShardedLoader,
     shard,
 )
-from nblaunch.training.data.batch_partition import partition_batches, partition_samples, round_count
+from nblaunch.training.partition import partition_batches, partition_samples, round_count
 from nblaunch.training.seeding import seed_worker
 from nblaunch.training.topology import World
 
@@ -57,7 +57,7 @@ class Standing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = World(0, 0, 1)
-        for module in ("topology", "data.sharded_loader"):
+        for module in ("topology", "loader"):
             monkeypatch.setattr(f"nblaunch.training.{module}.world", lambda: self.place)
 
     def at(self, rank: int, ranks: int) -> None:

@@ -20,10 +20,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Prefetcher, skip_first_batches
-from nblaunch.training.data import prefetch
-from nblaunch.training.states import state_folder
-from nblaunch.training.states.state_folder import MANIFEST
+from nblaunch.training import Accelerator, Prefetcher, prefetch, skip_first_batches
+from nblaunch.training import saved_states as state_folder
+from nblaunch.training.saved_states import MANIFEST
 from tests.processes.trained import Augmented
 
 SAMPLES, BATCH = 20, 2

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from nblaunch.machine import timeouts
+from nblaunch.training import step_boundaries
+from nblaunch.training.step_boundaries import AgreedStop, StepBoundaries
 from nblaunch.training.topology import World
-from nblaunch.training.trainer import step_boundaries
-from nblaunch.training.trainer.step_boundaries import AgreedStop, StepBoundaries
 
 
 def interrupt() -> None:

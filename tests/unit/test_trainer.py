@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, shard
-from nblaunch.training.states import checkpoint
-from nblaunch.training.trainer.trainer_data import loader_of
+from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, checkpoint, seeding, shard
+from nblaunch.training.train_config import loader_of
 
 
 @pytest.mark.parametrize(
@@ -373,9 +372,9 @@ def test_files_of_a_killed_write_are_removed(tmp_path: Path) -> None:
 
 def test_random_states_come_back_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "step-1.pt"
-    checkpoint.write(checkpoint.random_states(), path)
+    checkpoint.write(seeding.random_states(), path)
     drawn = (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist())
-    checkpoint.restore_random_states(checkpoint.read(path))
+    seeding.restore_random_states(checkpoint.read(path))
     assert (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()) == drawn
 
 

@@ -3,33 +3,132 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, add_note
 from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.own_code import users_part
-from nblaunch.training.distribute import StoppedTogether, distributed, is_rank, runs_in_place
-from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
-from nblaunch.training.exchange import exchange
+from nblaunch.training import checkpoint
+from nblaunch.training.accelerator import move_state
+from nblaunch.training.collectives import exchange
+from nblaunch.training.distribute import StoppedTogether, distributed, in_place, is_rank, runs_in_place
+from nblaunch.training.evaluation import (
+    OutputMetric,
+    Part,
+    evaluate,
+    forward,
+    in_order,
+    inputs_of,
+    named,
+    predict_part,
+    split,
+)
+from nblaunch.training.gradients import is_cast, plain_forward
 from nblaunch.training.metrics import Metric
-from nblaunch.training.parallel.sharded_models import has_sharded_parameters
-from nblaunch.training.parallel.sharded_states import load_full_state
+from nblaunch.training.parallelism import has_sharded_parameters, load_full_state, unwrapped
 from nblaunch.training.pytree import parameters_of
-from nblaunch.training.states import checkpoint
-from nblaunch.training.trainer.callbacks import Callbacks
-from nblaunch.training.trainer.losses import loss_named, loss_parts, mean_squared_error
-from nblaunch.training.trainer.own_process import kept_process_state
-from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, predict_part
-from nblaunch.training.trainer.run_checkpoints import Best, Results, what_is_next
-from nblaunch.training.trainer.train_config import TrainConfig
-from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
-from nblaunch.training.trainer.training_run import TrainingRun
-from nblaunch.training.wrappers import unwrapped
+from nblaunch.training.seeding import SEED_VARIABLE, random_states, restore_random_states
+from nblaunch.training.train_config import Data, TrainConfig, check_order, check_training_data, loader_of
+from nblaunch.training.training_run import Best, Callbacks, Results, TrainingRun, what_is_next
+
+_LOSSES = (
+    "mse",
+    "l1",
+    "smooth_l1",
+    "huber",
+    "nll",
+    "cross_entropy",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+"""Names of losses in `torch.nn.functional`, without ``_loss``."""
+
+
+def loss_named(name: str) -> Callable[[Any, Any], Tensor]:
+    """Return the loss of a name in `torch.nn.functional`, with or without ``_loss``, in any case.
+
+    Raises:
+        ArgumentError: There is no such loss.
+    """
+    short = name.lower().removesuffix("_loss")
+    if short not in _LOSSES:
+        known = ", ".join(map(repr, _LOSSES))
+        raise ArgumentError(f"loss_fn={name!r}: give a function (output, target) -> loss, or one of {known}")
+    found: Any = mean_squared_error if short == "mse" else getattr(F, short, None) or getattr(F, f"{short}_loss")
+    return found  # type: ignore[no-any-return]  # a function of torch's
+
+
+def mean_squared_error(output: Any, target: Any) -> Tensor:
+    """Return the default loss.
+
+    Raises:
+        ArgumentError: The target is no tensor of floats in the output's shape.
+    """
+    is_float = isinstance(target, Tensor) and isinstance(output, Tensor) and target.is_floating_point()
+    if not is_float or output.shape != target.shape:
+        raise ArgumentError(
+            "loss_fn=None is the mean squared error, which needs outputs and targets of floats in the same shape, and "
+            f"the output is {_kind(output)}, the target {_kind(target)}: give loss_fn, such as "
+            "torch.nn.functional.cross_entropy for classes, or override compute_loss(self, model, batch)"
+        )
+    return F.mse_loss(output, target)
+
+
+def loss_parts(computed: Any) -> tuple[Tensor, Any, Any]:
+    """Return (loss, output, target) of what `Trainer.compute_loss` returned, with None for what it left out."""
+    loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ArgumentError(f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)")
+    return loss, output, target
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+@contextmanager
+def kept_process_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Restore afterwards what ranks would not have changed either: all but the trained states.
+
+    These are the random states, and the model's device, types, train and eval modes, forward and gradients.
+    """
+    random, seed, had_cast = random_states(), os.environ.get(SEED_VARIABLE), is_cast(model)
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    places = {name: (tensor.device, tensor.dtype) for name, tensor in _tensors(model)}
+    try:
+        model.zero_grad()
+        with in_place():
+            yield
+    finally:
+        if not had_cast:
+            plain_forward(model)
+        for module, is_training in modes:
+            module.training = is_training
+        model.zero_grad()  # of another device or type than the parameters will have
+        for name, tensor in _tensors(model):
+            if name in places and places[name] != (tensor.device, tensor.dtype):
+                tensor.data = tensor.data.to(*places[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        move_state(optimizer)
+        restore_random_states(random)
+        os.environ.pop(SEED_VARIABLE, None)
+        if seed is not None:
+            os.environ[SEED_VARIABLE] = seed
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return chain(model.named_parameters(), model.named_buffers())  # type: ignore[arg-type]  # both are tensors
+
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult

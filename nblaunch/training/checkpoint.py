@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import math
 import os
-import random
 import re
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +18,6 @@ import torch
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training.seeding import derived_seed, seed_generators
 from nblaunch.wire import launch_files
 
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -344,34 +340,3 @@ def _link(source: Path, path: Path) -> bool:
     os.replace(scratch, path)
     flush(path.parent)
     return True
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of this rank's generators: torch's, its GPU's, Python's, and NumPy's if it is loaded."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():  # asking whether it is available would start the driver
-        states["cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
-    return states
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the states that `random_states` returned."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy
-
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
-
-
-def seed_from_random_states(states: Mapping[str, Any], rank: int) -> None:
-    """Seed this rank's generators from another rank's states, for a rank that did not exist when they were saved."""
-    data = bytes(states["torch"].tolist())
-    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-    seed_generators(derived_seed(digest, rank))

@@ -1,1 +1,0 @@
-"""Models that ranks divide among them, and the states of such models."""

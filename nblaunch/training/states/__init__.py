@@ -1,1 +1,0 @@
-"""Saved states: the folder that they stand in, and what of a loop they hold."""

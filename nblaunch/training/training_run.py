@@ -1,0 +1,734 @@
+"""The training loop of a `Trainer`, as it runs in each rank: losses, steps, checkpoints."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.training import checkpoint
+from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.collectives import exchange
+from nblaunch.training.distribute import StoppedTogether
+from nblaunch.training.fit_display import FitDisplay
+from nblaunch.training.loader import length_of
+from nblaunch.training.metrics import Mean
+from nblaunch.training.parallelism import drop_unshared_gradients, gathered, has_sharded_parameters, load_full_state
+from nblaunch.training.pytree import batch_size_of, parameters_of, tree_map
+from nblaunch.training.seeding import random_states, restore_random_states, seed_everything, seed_from_random_states
+from nblaunch.training.step_boundaries import AgreedStop, StepBoundaries
+from nblaunch.training.topology import data_world, world
+from nblaunch.training.train_config import Data, TrainConfig, loader_of
+
+Results = dict[str, float]
+HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_end", "on_validation_end", "on_epoch_end", "on_fit_end")
+"""The methods of a callback."""
+
+
+class Callbacks(list[object]):
+    """The callbacks of a Trainer.
+
+    Raises:
+        ArgumentError: A callback is a class, or has none of the methods, and would never be called.
+    """
+
+    def __init__(self, callbacks: Iterable[object]) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise ArgumentError(f"callbacks={callbacks!r:.80}: give a list of objects")
+        super().__init__(callbacks)
+        for callback in self:
+            if isinstance(callback, type):
+                raise ArgumentError(
+                    f"callbacks: {callback.__name__} is a class: give an instance, {callback.__name__}()"
+                )
+            if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+                raise ArgumentError(f"callbacks: {callback!r:.80} has none of the methods {', '.join(HOOKS)}")
+
+    def have(self, *hooks: str) -> bool:
+        """Return True if a callback has one of these methods."""
+        return any(hasattr(callback, hook) for callback in self for hook in hooks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the callbacks that have ``state_dict`` and ``load_state_dict``, by place and class.
+
+        Raises:
+            ArgumentError: A state holds what checkpoints cannot: they are read without running code.
+        """
+        states = {name: callback.state_dict() for name, callback in self._with_states().items()}
+        for name, state in states.items():
+            file = io.BytesIO()
+            try:
+                torch.save(tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, state), file)
+                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            except Exception as error:  # pickle's, or of a user's __reduce__
+                raise ArgumentError(
+                    f"callbacks: the state_dict() of {name} cannot be in a checkpoint, which holds tensors, numbers, "
+                    f"strings, lists and dicts: {error!s:.300}"
+                ) from error
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Load the states into the callbacks that stand where they stood, of the same class."""
+        for name, callback in self._with_states().items():
+            if name in states:
+                callback.load_state_dict(states[name])
+
+    def _with_states(self) -> dict[str, Any]:
+        methods = ("state_dict", "load_state_dict")
+        return {
+            f"{number} {type(callback).__qualname__}": callback
+            for number, callback in enumerate(self)
+            if all(callable(getattr(callback, method, None)) for method in methods)
+        }
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call the method of each callback that has it."""
+        for callback in self:
+            method = getattr(callback, hook, None)
+            if method is not None:
+                method(*args)
+
+
+class Trained(Protocol):
+    """What a run takes from its `Trainer`, and sets there."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    config: TrainConfig
+    callbacks: Callbacks
+    accelerator: Accelerator
+    progress: checkpoint.TrainingProgress
+    should_stop: bool
+    loaded: checkpoint.Loaded | None
+
+    def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
+    def validate_prepared(
+        self, model: nn.Module, data: Data, at: int | None = None, on_batch: Callable[[], None] | None = None
+    ) -> Results: ...
+    def validation_names(self) -> list[str]: ...
+    def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
+    def restore_best(self) -> Any: ...
+
+
+class SampleWeights:
+    """Weighs the losses of one training run, each a mean over its batch.
+
+    DistributedDataParallel averages the ranks' gradients, and accumulation those of batches, so a sample in a small
+    batch counts for more. Here a batch of n samples, in a round of N over W ranks, has the weight n W / N. A step of
+    rounds of different sizes is divided by its samples at the end. Where all sizes are equal nothing is computed.
+
+    Args:
+        accelerator: Divides the losses by the batches of a step.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._factor = 1.0
+        self._first = self._seen = 0
+        """Samples of all ranks in the step's first round, and in all of it."""
+        self._usual: int | None = None
+        """The size of this rank's first batch, if the other ranks' sizes are unknown; 0 once that was said."""
+
+    def begin_batch(self, loader: Any, batch: Any) -> tuple[int, int]:
+        """Return the samples of this rank's batch and of all ranks' batches, each counted once.
+
+        Where the loader does not know them all, the other ranks are taken to have as many.
+        """
+        own, of_all, ranks = loader.own_samples, loader.all_samples, data_world(self._accelerator.copies).size
+        if not of_all:
+            own = batch_size_of(batch) or 1
+            of_all = own * ranks
+            if ranks > 1:
+                self._warn_if_uneven(own)
+        if self._seen == 0:
+            self._first = of_all
+        self._seen += of_all
+        self._factor = own * ranks / self._first
+        return own, of_all
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the loss of the batch, weighted."""
+        return loss * self._factor if self._factor != 1.0 else loss
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the step's samples, if they are other than its first round implied."""
+        expected, seen = self._first * self._accelerator._gradients.divisor, self._seen
+        self._seen = 0
+        if expected != seen:
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(expected / seen)
+
+    def _warn_if_uneven(self, own: int) -> None:
+        self._usual = own if self._usual is None else self._usual
+        if self._usual and own != self._usual:
+            warn(
+                f"batches of {self._usual} and {own} samples: as the loader's own sampler divides the data, the other "
+                "ranks' sizes are unknown, and this step averages batches instead of samples. For exact weights give "
+                "the dataset, or a DataLoader without a distributed sampler"
+            )
+            self._usual = 0
+
+
+class Best(NamedTuple):
+    """The best step of a training run, by the monitored result."""
+
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    """From 0."""
+    value: float
+    path: Path | None
+    """Its checkpoint, if one is kept."""
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of one run, and finds the one that it continues.
+
+    Args:
+        trainer: Its config, progress and parts.
+        loader: This rank's loader of the training data.
+        mean_loss: Its losses of the epoch.
+
+    Attributes:
+        scheduler: The learning-rate scheduler; None for a constant rate.
+        is_best: Whether this step is the best so far, and not saved as such yet.
+        written: The step of the latest checkpoint, and what was due then.
+    """
+
+    def __init__(self, trainer: Trained, loader: Any, mean_loss: Mean) -> None:
+        self.trainer, self.loader, self.mean_loss = trainer, loader, mean_loss
+        self.folder = trainer.checkpoint_folder()
+        self.scheduler: Any = None
+        self.is_best = False
+        self.written = (0, "")
+
+    def close(self) -> None:
+        """Let other runs write to the folder."""
+        if self.folder is not None:
+            self.folder.close()
+
+    def write(self, is_latest: bool, *, may_fail: bool = False) -> bool:
+        """Save on the main process what every rank needs to resume here. All ranks call it.
+
+        Args:
+            is_latest: Whether it is the latest checkpoint, or only the best one.
+            may_fail: Whether a file that cannot be written is a warning.
+
+        Returns:
+            Whether it was written.
+        """
+        accelerator, progress = self.trainer.accelerator, self.trainer.progress
+        is_best, self.is_best = self.is_best and self.trainer.config.keeps_best, False
+        if self.folder is None or not (is_latest or is_best):
+            return False
+        failure, loader, loss = "", self.loader.state_dict(), self.mean_loss.state_dict()
+        ranks = exchange({"random": random_states(), "loader": loader, "loss": loss})
+        if has_sharded_parameters(self.trainer.model):
+            parts = {name: gathered(part.state_dict()) for name, part in self.parts().items()}  # a collective
+        elif accelerator.is_main_process:
+            parts = {name: part.state_dict() for name, part in self.parts().items()}
+        if accelerator.is_main_process:
+            state = {
+                "setup": self.setup(),
+                "progress": asdict(progress),
+                "parts": parts,
+                "ranks": ranks,
+            }
+            try:
+                self.folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
+            except OSError as error:
+                if not may_fail:
+                    raise
+                failure = str(error)
+                warn(f"no checkpoint of step {progress.step} was written: {failure}", each_time=True)
+        if exchange(failure)[0]:
+            return False
+        if is_latest:
+            self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
+            self.written = progress.step, progress.due
+        return True
+
+    def parts(self) -> dict[str, Any]:
+        """Return the objects that have a state."""
+        trainer, scaler = self.trainer, self.trainer.accelerator._gradients.scaler
+        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "schedule": self.scheduler, "scaler": scaler}
+        return {name: part for name, part in {**parts, "callbacks": trainer.callbacks}.items() if part is not None}
+
+    def setup(self) -> dict[str, Any]:
+        """Return what must be the same to resume a run: it determines the samples of each step."""
+        return {
+            "nprocs": world().size,
+            "batch_size": self.loader.batch_size,
+            "optimizer": type(self.trainer.optimizer).__name__,
+            "tensor": self.trainer.accelerator.copies,
+            **self.trainer.config.fixed_on_resume(),
+            "samples": self.loader.total,
+            "batches": length_of(self.loader),
+            "parts": sorted(self.parts().keys() - {"callbacks"}),
+        }
+
+    def find(self) -> tuple[Path | None, int]:
+        """Return the checkpoint to resume from, and the step of this run's best one, 0 for none. A collective."""
+        folder, loaded = self.folder, self.trainer.loaded
+        found, best = None, 0
+        if folder is not None and self.trainer.accelerator.is_main_process:
+            resumes, until = self.trainer.config.resume, math.inf
+            if loaded is not None and loaded.is_continued:
+                resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
+            found = folder.begin(resumes, until)
+            if resumes and folder.best.exists():
+                best = checkpoint.read_progress(folder.best).best_step
+        found, best = exchange((found, best))[0]
+        if found is not None and loaded is not None and not loaded.is_continued:
+            raise ArgumentError(
+                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
+                f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
+            )
+        return (loaded.path if loaded is not None and loaded.is_continued else found), best
+
+
+def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
+    """Refuse to resume from another run's checkpoint; see `checkpoint.check_setup`.
+
+    Another number of ranks continues if all ranks together have as many samples in each batch as before.
+    """
+    samples, ranks = _samples_per_batch(wrote), _ranks(own)
+    if wrote["nprocs"] != own["nprocs"] and samples is not None:
+        if samples == _samples_per_batch(own):
+            own = {**own, "nprocs": wrote["nprocs"], "batch_size": wrote["batch_size"]}
+        elif samples % ranks == 0 and own["batch_size"] is not None:
+            remedy = f"batch_size={samples // ranks}, for as many samples in each step, or {remedy}"
+    checkpoint.check_setup(path, wrote, own, remedy)
+
+
+def _ranks(setup: Mapping[str, Any]) -> int:
+    """Return how many ranks have different samples."""
+    return int(setup["nprocs"]) // int(setup["tensor"])
+
+
+def _samples_per_batch(setup: Mapping[str, Any]) -> int | None:
+    """Return how many samples all ranks together have in a batch; None if unknown."""
+    size = setup["batch_size"]
+    return None if size is None else int(size) * _ranks(setup)
+
+
+def restore_position(ranks: list[dict[str, Any]], loader: Any, mean_loss: Mean, copies: int) -> None:
+    """Restore this rank's position in the data, losses and random states.
+
+    Ranks that did not exist get random states derived from rank 0's.
+
+    Args:
+        ranks: What each rank has saved.
+        loader: The rank's loader of the training data.
+        mean_loss: Its losses of the epoch.
+        copies: Consecutive ranks that compute on the same samples, as in the run that was saved.
+    """
+    if len(ranks) == world().size:
+        own = ranks[world().rank]
+        loader.load_state_dict(own["loader"])
+        mean_loss.load_state_dict(own["loss"])
+        restore_random_states(own["random"])
+        return
+    loader.load_state_dict(ranks[0]["loader"])  # it is the same on all ranks
+    for saved in ranks if world().rank == 0 else ():
+        mean_loss.add_state_dict(saved["loss"])
+    groups, part = ranks[::copies], data_world(copies).rank
+    if part < len(groups):
+        restore_random_states(groups[part]["random"])
+    else:
+        seed_from_random_states(groups[0]["random"], part)
+
+
+def warn_that_nothing_is_left(path: Path, config: TrainConfig, progress: checkpoint.TrainingProgress) -> None:
+    """Warn about a run that was trained to its end."""
+    if progress.ended:
+        how = "it ended early"
+    elif config.max_steps is not None and progress.step >= config.max_steps:
+        how = f"give a higher max_steps: it has {progress.step} of {config.max_steps} steps"
+    else:
+        how = f"give more epochs: it has {progress.epoch} of {config.epochs} epochs"
+    warn(
+        f"nothing is left to train from {path}: {how}. Use resume=False to train from the start, or another "
+        "checkpoint_dir"
+    )
+
+
+def stretch_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: TrainConfig, end: int) -> None:
+    """Set the learning rates of the longer schedule; rank 0 warns if they jump.
+
+    Args:
+        path: The checkpoint.
+        scheduler: The longer schedule.
+        optimizer: Has the rates.
+        config: Names the schedule.
+        end: The step at which the schedule ends.
+    """
+    groups = optimizer.param_groups
+    before = groups[0]["lr"]
+    for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = rate * factor(scheduler.last_epoch)
+    now = groups[0]["lr"]
+    if now != before and world().rank == 0:
+        warn(
+            f"{path} was written by a run of fewer steps, whose {config.schedule} schedule had reached a "
+            f"learning rate of {before:.3g}; over {end} steps it jumps to {now:.3g}. For a schedule of its own begin a "
+            "new run with these weights: trainer.load(path, progress=False)"
+        )
+
+
+def what_is_next(latest: checkpoint.Loaded | None, trained: Any, config: TrainConfig) -> str:
+    """Return what the next `fit` begins with after a stop.
+
+    Args:
+        latest: The checkpoint that the next `fit` continues; None if there is none, and with ``resume=False``.
+        trained: The progress that the stopped ranks have returned; anything else if they could not.
+        config: The settings.
+    """
+    remedy = "a checkpoint_dir" if config.checkpoint_dir is None else "resume=True"
+    has_both = config.checkpoint_dir is not None and config.resume
+    if latest is not None:
+        return f"the next fit continues after step {latest.step}, from {latest.path}"
+    if isinstance(trained, checkpoint.TrainingProgress):
+        would = "" if has_both else f"; with {remedy} it would continue this one"
+        return (
+            f"the model, the optimizer and history have what was trained, up to step {trained.step}. The next fit "
+            f"begins a new run with them{would}"
+        )
+    if has_both:
+        return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
+    return f"what was trained is lost; with {remedy} the next fit would continue this run"
+
+
+class TrainingRun:
+    """One `Trainer.fit` in one rank. All ranks make it and run it alike.
+
+    Args:
+        trainer: Its model and optimizer are trained; its `progress`, `accelerator` and `should_stop` are set.
+        train: The training data.
+        valid: The validation data, if any.
+    """
+
+    def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
+        config = self.config = trainer.config
+        seed_everything(config.seed)
+        torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
+        self.trainer, self.valid = trainer, valid
+        self._monitor = config.monitor or ("loss" if valid is None else "valid_loss")
+        self._monitored = f"{'highest' if config.higher_is_better else 'lowest'} {self._monitor}"
+        self.accelerator = trainer.accelerator = config.make_accelerator()
+        self.progress = trainer.progress = checkpoint.TrainingProgress(
+            monitored=self._monitored, rates=checkpoint.rates_of(trainer.optimizer)
+        )
+        trainer.should_stop = self._is_stopped = False
+        trainer.optimizer.zero_grad()  # an interrupted run in this process may have left gradients
+        drop_unshared_gradients(trainer.model)
+        loader = loader_of(train, config, shuffle=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(trainer.model, trainer.optimizer, loader)
+        self._mean_loss = Mean()
+        self._checkpoints = RunCheckpoints(trainer, self.loader, self._mean_loss)
+        self._pending: list[tuple[Tensor, int, int]] = []
+        """Losses that are not yet in the mean, with samples and step; reading one waits for the GPU."""
+        self._unreported: Tensor | None = None  # the loss of the last step, until it is reported
+        self._weights = SampleWeights(self.accelerator)
+        self._is_whole, self._taken = True, 0
+        """Whether no step is half done; and the batches of the pass that were trained on."""
+        self._boundaries = StepBoundaries(exchange(uuid.uuid4().hex)[0])
+        self._steps = config.count_steps(length_of(self.loader))
+        self.progress.schedule_end = self._steps or 0
+        made = config.make_scheduler(trainer.optimizer, self.progress.schedule_end)
+        self._scheduler = self._checkpoints.scheduler = self.accelerator.prepare(made)
+        try:
+            self._resume()
+        except BaseException:
+            self._checkpoints.close()
+            raise
+        self._display = FitDisplay(self._steps, self.progress.step)
+        self._display.report_again(self.progress.history, self.progress.validations)
+        if self.progress.best_step:
+            self._mark_best()
+        self._restart_clock()
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            StoppedTogether: The run was interrupted, and all ranks have ended after the same step.
+            KeyboardInterrupt: The same, but ranks could not end together.
+        """
+        trainer = self.trainer
+        trainer.callbacks.call("on_fit_begin", trainer)
+        with closing(self._checkpoints), closing(self._display), self._boundaries:
+            try:
+                self._end_what_is_due()
+                while not self._is_done():
+                    self._train_epoch()
+                    self._boundaries.reach()
+            except AgreedStop:
+                self._write_stopped()
+                raise StoppedTogether(self.progress) from None
+            except BaseException as error:
+                if self._boundaries.is_asked and self._is_between_steps() and not world().is_shared:
+                    self._write_stopped()
+                    if isinstance(error, Exception):  # a worker that loads has got the interrupt too
+                        raise KeyboardInterrupt from error
+                raise
+        if self.config.restore_best and self.progress.best_step:
+            trainer.restore_best()
+        elif self.config.restore_best and self.accelerator.is_main_process:
+            warn(f"restore_best=True: {self._monitor} was never a number, so the weights are those of the last step")
+        trainer.callbacks.call("on_fit_end", trainer)
+        if self._boundaries.is_asked:  # too late to end anything
+            raise StoppedTogether(self.progress)
+
+    def _is_done(self) -> bool:
+        config, progress = self.config, self.progress
+        has_epochs = config.epochs is not None and progress.epoch >= config.epochs
+        return progress.ended or self._is_stopped or has_epochs or self._has_steps()
+
+    def _has_steps(self) -> bool:
+        return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
+
+    # ------------------------------------------------------------------ an epoch
+    def _is_between_steps(self) -> bool:
+        """Return True if all batches that were loaded were trained on, in whole steps."""
+        return self._is_whole and (self.progress.due == "epoch" or self.loader.state_dict()["batches"] == self._taken)
+
+    def _end_what_is_due(self) -> None:
+        """Do what an interrupted run has left undone after the step that this one continues from."""
+        due, self._epoch_begin = self.progress.due, time.monotonic() - self.progress.seconds
+        if due == "step":
+            self._settle_step()
+            due = "run"
+        if due == "epoch" or (due == "run" and self._is_done()):
+            self._drop_part_of_epoch()
+            self._end_epoch(is_whole=due == "epoch")
+        self.progress.due = ""
+
+    def _train_epoch(self) -> None:
+        """Train until the end of the epoch, or of the run."""
+        trainer, progress = self.trainer, self.progress
+        self._drop_part_of_epoch()
+        self._taken = self.loader.state_dict()["batches"]
+        self._epoch_begin = time.monotonic() - progress.seconds
+        trainer.callbacks.call("on_epoch_begin", trainer)
+        self.model.train()
+        of_all = "" if self.config.epochs is None else f"/{self.config.epochs}"
+        has_batches = is_broken_off = False
+        with closing(self._display.batches(self.loader, f"epoch {progress.epoch + 1}{of_all}")) as batches:
+            for batch in batches:
+                has_batches = True
+                with self.accelerator.accumulate(self.model):
+                    loss = self._train_batch(batch)
+                if self.accelerator.sync_gradients:
+                    self._end_step(loss)
+                    if not (self.loader.is_last or self._is_done()):
+                        self._boundaries.reach()
+                if self._is_done() and not self.loader.is_last:  # else the pass ends by itself
+                    is_broken_off = True
+                    break
+        if not has_batches:
+            raise ArgumentError(
+                f"train has no batch in epoch {progress.epoch + 1}: a dataset needs at least one sample, and an "
+                "IterableDataset must begin again with each iter()"
+            )
+        self._end_epoch(is_whole=not is_broken_off)
+
+    def _drop_part_of_epoch(self) -> None:
+        """Remove the results of the part of this epoch that an earlier end of the run has left."""
+        progress = self.progress
+        if progress.history and progress.history[-1]["epoch"] == progress.epoch:
+            progress.history.pop()
+
+    def _train_batch(self, batch: Any) -> Tensor:
+        self._is_whole = False
+        self._taken += 1
+        loss, *_ = self.trainer.checked_loss(self.model, batch)
+        own, of_all = self._weights.begin_batch(self.loader, batch)
+        self._samples += of_all
+        self._pending.append((loss.detach(), own, self.progress.step + 1))
+        self.accelerator.backward(self._weights.weighted(loss))
+        if self.accelerator.sync_gradients:
+            self._weights.end_step(self.trainer.optimizer)
+        if self.config.max_grad_norm is not None:  # of those that are zeroed below: others would accumulate in the norm
+            self.accelerator.clip_grad_norm_(parameters_of(self.trainer.optimizer), self.config.max_grad_norm)
+        self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _end_step(self, loss: Tensor) -> None:
+        """Count and report the step; the last one of an epoch or run is left to its end."""
+        trainer, config, progress = self.trainer, self.config, self.progress
+        progress.step += 1
+        is_last = self.loader.is_last
+        progress.due, self._is_whole = "epoch" if is_last else "run" if self._has_steps() else "step", True
+        trainer.callbacks.call("on_step_end", trainer, loss)
+        self._display.step(progress.step)
+        self._unreported = loss
+        if progress.step % config.log_every == 0 or progress.step == self._display.first_step:
+            self._report(loss)
+        if progress.due == "step":
+            self._settle_step()
+
+    def _settle_step(self) -> None:
+        """Validate and save, as the step requires."""
+        config, progress = self.config, self.progress
+        if self.valid is not None and config.validate_every is not None and progress.step % config.validate_every == 0:
+            self._validate(self.valid)
+        is_latest = config.checkpoint_every is not None and progress.step % config.checkpoint_every == 0
+        progress.due = "run" if progress.ended or self._is_stopped else ""
+        if (is_latest or self._checkpoints.is_best) and not progress.due:
+            self._add_losses()
+            progress.seconds = time.monotonic() - self._epoch_begin
+            self._write_checkpoint(is_latest)
+
+    def _report(self, loss: Tensor) -> None:
+        values = {"loss": float(loss)}
+        if self.accelerator.is_main_process:  # the same on every rank
+            values["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
+            if self._samples and self.progress.step != self._display.first_step:  # the first one also starts workers
+                values["samples_per_second"] = self._samples / max(1e-9, time.monotonic() - self._clock)
+        self._display.report(self.progress.step, **values)
+        self._add_losses()
+        self._unreported = None
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._clock, self._samples = time.monotonic(), 0
+
+    def _add_losses(self) -> None:
+        for loss, size, step in self._pending:
+            self._mean_loss.update(self._display.checked_loss(step, float(loss)), size)
+        self._pending.clear()
+
+    def _end_epoch(self, is_whole: bool) -> None:
+        """Add the epoch's results to the history, and save.
+
+        Args:
+            is_whole: False if the run ends within the epoch, which a later run with more steps continues.
+        """
+        trainer, config, progress = self.trainer, self.config, self.progress
+        self._add_losses()
+        results = {"epoch": float(progress.epoch), "step": float(progress.step), "loss": self._mean_loss.compute()}
+        validation = {} if self.valid is None else self._validation_at_end(self.valid, is_whole)
+        results |= validation
+        results["seconds"] = time.monotonic() - self._epoch_begin
+        if self.accelerator.is_main_process:
+            self._display.report(progress.step, epoch_loss=results["loss"])
+        progress.history.append(results)
+        trainer.callbacks.call("on_epoch_end", trainer, results)
+        results.update(checkpoint.as_numbers(results))
+        if self.valid is None or config.validate_every is None or progress.validations:
+            config.check_monitor([*results, *(progress.validations[-1] if progress.validations else ())])
+        self._judge({name: value for name, value in results.items() if name not in validation})
+        progress.seconds, progress.due = results["seconds"], ""
+        if is_whole:
+            progress.epoch, progress.seconds, self._taken = progress.epoch + 1, 0.0, 0
+            self._mean_loss.reset()
+        if self._unreported is not None and self._is_done():
+            self._report(self._unreported)
+        self._write_checkpoint()
+
+    # ------------------------------------------------------------------ validation
+    def _validation_at_end(self, valid: Data, is_whole: bool) -> Results:
+        """Return the results of validation at the end of an epoch or of the run, if it is due there."""
+        config, progress = self.config, self.progress
+        if progress.validations and progress.validations[-1]["step"] == progress.step:
+            return {name: value for name, value in progress.validations[-1].items() if name not in ("epoch", "step")}
+        is_end = not is_whole or self._has_steps() or progress.epoch + 1 == config.epochs
+        if is_end or config.validate_every is None or progress.step % config.validate_every == 0:
+            return self._validate(valid)
+        names = [*progress.validations[-1]][2:] if progress.validations else self.trainer.validation_names()
+        return dict.fromkeys(names, math.nan)  # every epoch has the same results
+
+    def _validate(self, valid: Data) -> Results:
+        """Return the results of validation, record them, and judge them."""
+        trainer, progress = self.trainer, self.progress
+        results = trainer.validate_prepared(self.model, valid, progress.step, self._boundaries.reach)
+        self._display.note(progress.step, results)
+        trainer.callbacks.call("on_validation_end", trainer, results)
+        results = checkpoint.as_numbers(results)
+        progress.validations.append({"epoch": float(progress.epoch), "step": float(progress.step), **results})
+        self._judge(results)
+        self._restart_clock()
+        return results
+
+    def _judge(self, results: Results) -> None:
+        """Compare a validation or an epoch with the best so far; end training if a rank requires it. A collective.
+
+        Rank 0's value decides: with a callback's results each rank may have another.
+        """
+        config, progress, name = self.config, self.progress, self._monitor
+        by_rank = exchange((self.trainer.should_stop, results.get(name)))
+        value = by_rank[0][1]
+        is_best = value is not None and progress.monitor(-value if config.higher_is_better else value)
+        is_stale = config.early_stop is not None and progress.stale >= config.early_stop
+        progress.ended |= is_stale
+        self._is_stopped |= any(stops for stops, _ in by_rank)  # this run only: `fit` may continue
+        if is_best:
+            self._checkpoints.is_best = True
+            self._mark_best()
+
+    def _mark_best(self) -> None:
+        progress = self.progress
+        value = -progress.best if self.config.higher_is_better else progress.best
+        self._display.mark_best(self._monitor, progress.best_step, value)
+
+    # ------------------------------------------------------------------ checkpoints
+    def _write_checkpoint(self, is_latest: bool = True, *, may_fail: bool = False) -> None:
+        """Save what every rank needs to resume here. All ranks call it."""
+        self._boundaries.is_saving = True
+        if self._checkpoints.write(is_latest, may_fail=may_fail):
+            self._restart_clock()
+        self._boundaries.is_saving = False
+
+    def _write_stopped(self) -> None:
+        """Save where an interrupted run has ended, unless that was done already."""
+        progress = self.progress
+        if progress.step and (progress.step, progress.due) != self._checkpoints.written:
+            self._add_losses()
+            if self._unreported is not None:
+                self._report(self._unreported)
+            progress.seconds = time.monotonic() - self._epoch_begin
+            self._write_checkpoint(may_fail=True)  # what was trained comes back all the same
+
+    def _resume(self) -> None:
+        """Resume from the checkpoint that was loaded, else from the latest one if the config says so."""
+        path, best = self._checkpoints.find()
+        if path is None:
+            return
+        config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
+        state = checkpoint.read(path, mmap=has_sharded_parameters(trainer.model))
+        remedy = "another checkpoint_dir or resume=False to train from the start"
+        if trainer.loaded is not None:
+            remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
+        check_setup(path, state["setup"], self._checkpoints.setup(), remedy)
+        progress = self.progress = trainer.progress = checkpoint.TrainingProgress.of(state)
+        is_kept = not config.keeps_best or 0 < best == progress.best_step  # else the file is another run's, or missing
+        if not is_kept or progress.monitored != self._monitored:
+            progress.best, progress.best_step = math.inf, 0
+        progress.monitored = self._monitored
+        if self.accelerator.is_main_process:
+            checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
+            if self._is_done() and not progress.due:
+                warn_that_nothing_is_left(path, config, progress)
+        before, progress.schedule_end = progress.schedule_end, steps
+        for name, part in self._checkpoints.parts().items():
+            with checkpoint.loading(path, name, remedy):
+                load_full_state(part, state["parts"][name])
+        restore_position(state["ranks"], self.loader, self._mean_loss, self.accelerator.copies)
+        if isinstance(config.schedule, str) and 0 < before < steps:
+            stretch_schedule(path, self._scheduler, trainer.optimizer, config, steps)
