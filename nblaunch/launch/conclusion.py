@@ -86,7 +86,7 @@ def _incomplete(task: Task) -> str:
 
 def _places(task: Task) -> str:
     """Describe where the ranks were at the timeout."""
-    places = task.stacks.places or {}
+    places = task.inspector.said or {}
     lines = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
     lines += ["…"] if len(places) > MAX_PLACES else []
     lines += [task.stuck.text] if task.stuck is not None else []

@@ -31,8 +31,9 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
+from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.session_state import command, restart_command
-from nblaunch.launch.verdict import Cause, RankEnd
+from nblaunch.launch.verdict import Cause
 from nblaunch.launch.views import Failure, Stream
 from nblaunch.machine.limits import advice_on_threads
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 
 from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
-from nblaunch.launch.verdict import RankEnd
 from nblaunch.launch.views import RankState
-from nblaunch.wire.messages import Done, Failed
+from nblaunch.wire.messages import Done, Failed, RankExited
 from nblaunch.wire.session_messages import Names, NamesTaken
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended, as far as it has."""
+
+    rank: int
+    done: Done | None
+    failed: Failed | None
+    exited: RankExited | None
 
 
 @dataclass(slots=True)

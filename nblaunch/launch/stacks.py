@@ -1,134 +1,173 @@
-"""Asks the ranks of a task for their stacks: for a view, for a caller, or for the message of a timeout.
-
-Runs in the supervisor's thread, one step at each log poll. Never blocks.
-"""
+"""Stacks of a rank as text: parsing faulthandler's format, formatting tracebacks with the notebook's cell names."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+import linecache
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from nblaunch.engines.protocol import StackDumps
-from nblaunch.launch.commands import Commands
-from nblaunch.launch.stack_text import StackFormatter, is_ours, parse, waits_in_collective
-from nblaunch.launch.views import StacksShown, View
-from nblaunch.machine import timeouts
+from nblaunch.machine.own_code import COLLECTIVE_LOG, RANK_THREADS, RANK_WORKER, is_file, is_rank_runtime, is_users
 from nblaunch.wire.messages import Source
 
-_NO_ANSWER = "no answer within {:g} s: the process is stopped (SIGSTOP), or waits in the operating system"
-_STARTING = "it is still starting, and has run no Python code of this launch"
+_MAX_LINE = 200
+_THREAD = re.compile(
+    r"(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+)(?: \[(?P<name>.*)\])? \(most recent call first\):"
+)
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_NEVER_BEGAN = re.compile(r"  Worker (?P<number>\d+) pid (?P<pid>\d+) never began in (?P<age>\d+) s")
+_WORKER_NOTE = (
+    "DataLoader worker {number} (pid {pid}) never began: it has run none of its code since its start {age} s ago. "
+    "If it was forked, it waits for a lock that a thread held during the fork: interrupt and run again, or use "
+    'multiprocessing_context="forkserver" for the DataLoader'
+)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
+"""Files whose calls into C are collectives; distributed checkpoints write files instead."""
+_BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]")
 
 
-class Stacks:
-    """Asks the ranks of one task for their stacks.
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call; `line` is 0 if unknown."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of one thread, the oldest call first."""
+
+    thread: str
+    """faulthandler's name for it, such as ``0x00007f7c39423b80``."""
+    frames: tuple[Frame, ...]
+    cut: bool = False
+    """Older calls were left out."""
+    name: str = ""
+    """The user's name for it; empty if unknown."""
+    workers: tuple[str, ...] = ()
+    """Notes on DataLoader workers that this thread waits for."""
+
+
+def parse(dump: str) -> list[Stack]:
+    """Return the stacks of a dump in its order; of a thread that occurs twice, the later one."""
+    stacks: dict[str, Stack] = {}
+    thread, name, frames, cut, workers = "", "", list[Frame](), False, list[str]()
+    for line in [*dump.split("\n"), "Thread 0x0 (most recent call first):"]:
+        if found := _THREAD.match(line):
+            if thread:
+                stacks[thread] = Stack(thread, tuple(reversed(frames)), cut, name, tuple(workers))
+            thread, name, frames, cut, workers = found["thread"], _unescaped(found["name"] or ""), [], False, []
+        elif found := _FRAME.match(line):
+            number = int(found["line"]) if found["line"].isdigit() else 0
+            frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["function"])))
+        elif found := _NEVER_BEGAN.match(line):
+            workers.append(_WORKER_NOTE.format_map(found.groupdict()))
+        cut = cut or line == "  ..."
+    return list(stacks.values())
+
+
+def _unescaped(text: str) -> str:
+    """Undo the escapes of a dump, which is ASCII only."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
+
+
+def _without_ours(stack: Stack) -> tuple[Frame, ...]:
+    """Return the calls from the user's function on, or from nblaunch's own if there are no others."""
+    starts = {(threading.__file__, function) for function in ("_bootstrap", "_bootstrap_inner", "run")}
+    plumbing = [is_rank_runtime(frame.file) or (frame.file, frame.function) in starts for frame in stack.frames]
+    begin = next((i for i, frame in enumerate(stack.frames) if is_file(frame.file, RANK_WORKER)), 0)
+    end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
+    return stack.frames[end:]
+
+
+def frames_of(stacks: Sequence[Stack], thread: str) -> tuple[Frame, ...]:
+    """Return the calls of one thread; none if it is not among the stacks."""
+    return next((stack.frames for stack in stacks if stack.thread == thread), ())
+
+
+def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
+    """Return True if the main thread's last call is in torch.distributed."""
+    frames = [frame for frame in frames_of(stacks, main) if not is_file(frame.file, COLLECTIVE_LOG)]
+    return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
+
+
+def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
+    """Return True if the main thread's last call is autograd's: DDP's collectives begin in other threads meanwhile."""
+    frames = frames_of(stacks, main)
+    return bool(frames) and _BACKWARD.search(frames[-1].file) is not None
+
+
+def is_ours(stack: Stack) -> bool:
+    """Return True for a thread of nblaunch in the rank."""
+    return any(is_file(frame.file, ours) for frame in stack.frames[:1] for ours in RANK_THREADS)
+
+
+class StackFormatter:
+    """Formats stacks as the notebook formats tracebacks: cells by name, the most recent call last.
 
     Args:
-        dumps: Returns the `StackDumps` of a rank.
         sources: The cells that define the ranks' functions.
-        commands: Callers that wait for stacks.
-        view: Shows stacks, if a view asked.
-
-    Attributes:
-        places: Where each rank was when last asked, such as ``was in Cell In[3], line 7: …``; None: not asked yet.
     """
 
-    def __init__(
-        self, dumps: Callable[[int], StackDumps], sources: Mapping[str, Source], commands: Commands, view: View
-    ) -> None:
-        self.places: dict[int, str] | None = None
-        self._dumps, self._commands, self._view = dumps, commands, view
-        self._formatter = StackFormatter(sources)
-        self._asked: set[int] = set()
-        """Ranks asked in this round; those that start meanwhile are asked once they can answer."""
-        self._is_asking = False
-        self._ends_at = 0.0
-        """When this round ends at the latest."""
-        self._timeout = timeouts.STACKS_TIMEOUT_S
-        self._shows = False
-        self._waiting: list[Future[dict[int, str]]] = []
-        self._located_at: float | None = None
-        self._in_collective: dict[int, bool | None] = {}
-        """Whether ranks wait in a collective; None: asked, no answer yet."""
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
 
-    def look(self, living: Collection[int]) -> None:
-        """Begin or continue a round.
+    def format(self, stacks: Sequence[Stack], main: str) -> str:
+        """Return all threads of a rank: the main one, then those in the user's code, then those of libraries."""
+        return "\n\n".join(
+            self._format_one(stack, main) for stack in sorted(stacks, key=lambda stack: self._order_of(stack, main))
+        )
 
-        Args:
-            living: The ranks that have not exited.
-        """
-        now = time.monotonic()
-        if not self._is_asking:
-            shows, waiting = self._commands.take_stacks()
-            if not (shows or waiting):
-                return
-            self._shows, self._waiting = shows, [future for _, future in waiting]
-            wanted = [*(timeout for timeout, _ in waiting), *([timeouts.STACKS_TIMEOUT_S] if shows else [])]
-            self._begin(now, max(wanted))
-        answered = [self._look_at(rank, now) for rank in living]  # ask all of them, each time
-        if all(answered) or now >= self._ends_at:
-            self._end(living, now)
+    def where(self, stacks: Sequence[Stack], main: str) -> str:
+        """Return the user's line that the main thread executes, such as ``Cell In[3], line 7: dist.barrier()``."""
+        frames = next((_without_ours(stack) for stack in stacks if stack.thread == main), ())
+        in_cells = [frame for frame in frames if frame.file in self._sources]
+        own = [frame for frame in frames if self._is_users(frame)]
+        for frame in (in_cells or own or frames)[-1:]:
+            text = self._text(frame)
+            return f"{self._place(frame).removeprefix('File ')}{': ' + text if text else ''}"
+        return "C code without a Python caller"
 
-    def located(self, now: float) -> bool:
-        """Return True once `places` is known, or the timeout is over. The first call begins to ask."""
-        if self._located_at is None:
-            self._located_at, self.places = now + timeouts.TIMEOUT_STACKS_S, None
-            if not self._is_asking:
-                self._begin(now, timeouts.TIMEOUT_STACKS_S)
-        return self.places is not None or now >= self._located_at
+    def is_wait(self, stacks: Sequence[Stack], main: str) -> bool:
+        """Return True if the main thread is in a line of the user that calls ``wait`` of C code, as a `Work` has."""
+        last = frames_of(stacks, main)[-1:]
+        return any(self._is_users(frame) and ".wait(" in self._text(frame) for frame in last)
 
-    def in_collectives(self, ranks: Collection[int]) -> list[int]:
-        """Return those of `ranks` that wait in a collective. Each is asked once; silence means no.
+    def _order_of(self, stack: Stack, main: str) -> int:
+        if stack.thread == main:
+            return 0
+        return 1 if any(map(self._is_users, stack.frames)) else 2
 
-        No rank is sent the signal: C code that holds the GIL is not a collective.
-        """
-        now = time.monotonic()
-        for number in ranks:
-            rank = self._dumps(number)
-            if number not in self._in_collective:
-                rank.ask(math.inf)
-                self._in_collective[number] = None
-            elif self._in_collective[number] is None and rank.look(now) and rank.dump:
-                self._in_collective[number] = waits_in_collective(parse(rank.dump), rank.main)
-        return [number for number in ranks if self._in_collective[number]]
+    def _format_one(self, stack: Stack, main: str) -> str:
+        thread = f"Thread {stack.name or stack.thread}"
+        name = ("Main thread", thread, f"{thread} of a library")[self._order_of(stack, main)]
+        lines = [f"{name} (most recent call last):"]
+        if stack.cut:
+            lines.append("  … older calls are left out …")
+        for frame in _without_ours(stack):
+            text = self._text(frame)
+            lines += [f"  {self._place(frame)}, in {frame.function}", *([f"    {text}"] if text else [])]
+        if len(lines) == 1:
+            lines.append("  no Python code")
+        lines += [f"  {worker}" for worker in stack.workers]
+        return "\n".join(lines)
 
-    def close(self) -> None:
-        """Answer open requests with no stacks: the task is over."""
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            future.set_result({})
+    def _is_users(self, frame: Frame) -> bool:
+        return frame.file in self._sources or is_users(frame.file)
 
-    def _begin(self, now: float, timeout: float) -> None:
-        self._is_asking, self._ends_at, self._timeout = True, now + timeout, timeout
-        self._asked.clear()
+    def _place(self, frame: Frame) -> str:
+        source = self._sources.get(frame.file)
+        name = source.label if source is not None and source.label else f'File "{frame.file}"'
+        return f"{name}, line {frame.line or '?'}"
 
-    def _look_at(self, number: int, now: float) -> bool:
-        rank = self._dumps(number)
-        if number not in self._asked:
-            rank.ask(now + min(timeouts.STACKS_SIGNAL_DELAY_S, self._timeout / 2))
-            if rank.is_ready:
-                self._asked.add(number)
-            return False
-        return rank.look(now)
-
-    def _end(self, living: Collection[int], now: float) -> None:
-        answered = {number for number in self._asked if self._dumps(number).look(now)}  # some have exited since
-        found = {number: self._described(self._dumps(number)) for number in sorted(answered.union(living))}
-        self.places = {number: place for number, (_, place) in found.items()}
-        texts = {number: text for number, (text, _) in found.items()}
-        waiting, self._waiting, self._is_asking = self._waiting, [], False
-        for future in waiting:
-            future.set_result(texts)
-        if self._shows:
-            self._shows = False
-            self._view.on(StacksShown(texts))
-
-    def _described(self, rank: StackDumps) -> tuple[str, str]:
-        """Return the stacks of a rank, and its place in a few words."""
-        if not rank.is_ready:
-            return _STARTING, "was still starting"
-        if not rank.dump:
-            return _NO_ANSWER.format(self._timeout), "did not answer"
-        stacks = [stack for stack in parse(rank.dump) if not is_ours(stack)]
-        return self._formatter.format(stacks, rank.main), f"was in {self._formatter.where(stacks, rank.main)}"
+    def _text(self, frame: Frame) -> str:
+        source = self._sources.get(frame.file)
+        if source is None:
+            linecache.checkcache(frame.file)  # the user may have edited it
+            return linecache.getline(frame.file, frame.line).strip()[:_MAX_LINE]
+        lines = source.text.splitlines()
+        return lines[frame.line - 1].strip()[:_MAX_LINE] if 0 < frame.line <= len(lines) else ""

@@ -1,15 +1,21 @@
 """Why ranks that wait in a collective, or for a send or receive, do not get on: compares what each rank has begun.
 
-Pure: the caller says where the ranks are.
+Judges what `nblaunch.launch.inspector` has found. Ranks wait whose last call is in torch.distributed, or that are in a
+backward pass or in a ``wait()`` and use no CPU.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nblaunch.launch.stack_text import Frame
+from nblaunch.launch.inspector import Place
+from nblaunch.launch.rank_state import Rank
+from nblaunch.launch.stacks import Frame, StackFormatter, frames_of, waits_in_backward, waits_in_collective
+from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun, in_ranges, members_of
 from nblaunch.wire.messages import Source
 
@@ -20,13 +26,13 @@ _ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "al
 _SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_process_group", "split_group"}
 """torch's functions that wait for other ranks without a collective."""
 _ENDED: dict[Where, str] = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}
-MAX_WAITING_CPU = 0.1
-"""Cores that a rank may use which waits in a backward pass."""
 _NEVER = "this cannot end"
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
 """torch's functions by the names of their operations."""
+_MAX_LAGS = 30
+"""Collectives from which the usual lag is known: the last that were seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class RankView:
         where: Whether it waits.
         place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
         begun: Its last collective in each process group, the latest first; if it waits, the one that it waits in.
-        is_busy: It uses CPU.
+        is_busy: See `Place`.
         lag: By how many seconds it usually begins a collective later than the first rank; None if unknown.
     """
 
@@ -288,3 +294,122 @@ def waited_for(frames: Sequence[Frame], begun: Sequence[Begun], *, is_wait: bool
     is_called_there = any(frame.line == last.line and frame.file.startswith(last.file) for frame in frames)
     is_setup = any(frame.function in _SETUP for frame in frames)
     return last if (is_of_backward or is_called_there) and not is_setup else None
+
+
+# ------------------------------------------------------------------ over time
+class StuckWatch:
+    """Notices that ranks wait in a collective and none gets on. Called from the supervisor's thread.
+
+    Attributes:
+        verdict: Why ranks wait; None: they get on, or nothing is known.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], sources: Mapping[str, Source]) -> None:
+        self.verdict: StuckVerdict | None = None
+        self._ranks, self._sources, self._formatter = ranks, sources, StackFormatter(sources)
+        self._begun: dict[int, Sequence[Begun]] = {}
+        self._lags: dict[int, deque[float]] = {}
+        """By rank: by how many seconds it has begun collectives later than the first rank, as far as that was seen."""
+        self._since = 0.0
+        """When a rank was last seen to have begun a collective."""
+
+    def observe(self, now: float) -> None:
+        """Note what the ranks have begun. To be called once a second."""
+        begun = {rank.rank: rank.member.worker.collectives() for rank in self._ranks if not rank.is_absent}
+        last = {rank: each[0] for rank, each in begun.items() if each}
+        if len(last) == len(self._ranks) and len({(each.group, each.count) for each in last.values()}) == 1:
+            first = min(each.time_ns for each in last.values())
+            for rank, each in last.items():
+                self._lags.setdefault(rank, deque(maxlen=_MAX_LAGS)).append((each.time_ns - first) / 1e9)
+        if begun != self._begun or not self.running:
+            self._begun, self._since, self.verdict = begun, now, None
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that may wait."""
+        return [rank.rank for rank in self._ranks if not rank.is_over and rank.is_running and rank.member.listens]
+
+    def quiet(self, now: float) -> float:
+        """Return for how many seconds no rank has begun a collective; 0.0 if none ever has."""
+        return now - self._since if any(self._begun.values()) else 0.0
+
+    def judge(self, places: Mapping[int, Place], now: float) -> None:
+        """Set the verdict, unless the ranks have got on meanwhile."""
+        self.observe(now)
+        quiet = self.quiet(now)
+        if quiet >= timeouts.STUCK_AFTER_S:
+            views = [self._view(rank, places.get(rank.rank, Place())) for rank in self._ranks]
+            self.verdict = judge(views, quiet, lambda begun: place_of(begun, self._sources))
+
+    def pause(self) -> None:
+        """Forget how long the ranks have waited: the user debugs."""
+        self._begun, self.verdict = {}, None
+
+    def _view(self, rank: Rank, place: Place) -> RankView:
+        begun, stacks, main = self._begun.get(rank.rank, ()), place.stacks, place.main
+        lags = self._lags.get(rank.rank)
+        lag = statistics.median(lags) if lags else None
+        where: Where = "runs"
+        if rank.done is not None:
+            where = "returned"
+        elif rank.failed is not None:
+            where = "raised"
+        elif rank.member.exited is not None:
+            where = "died"
+        if where != "runs" or not stacks:
+            return RankView(rank.rank, where, "", begun, lag=lag)
+        is_wait = self._formatter.is_wait(stacks, main) and not place.is_busy
+        may_wait = waits_in_collective(stacks, main) or (waits_in_backward(stacks, main) and not place.is_busy)
+        if (may_wait or is_wait) and waited_for(frames_of(stacks, main), begun, is_wait=is_wait) is not None:
+            where = "waits"
+        return RankView(rank.rank, where, self._formatter.where(stacks, main), begun, place.is_busy, lag)
+
+
+class AbandonedRanks:
+    """Notices kept ranks that wait in a collective for ranks that have left the task: they would wait forever.
+
+    In a launch, a rank that has returned exits, and the collective fails. Kept ranks stay connected.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._places: dict[int, tuple[tuple[Frame, ...], Sequence[Begun]]] = {}
+        """The calls and collectives of waiting ranks; empty if one did not wait for a collective."""
+        self._since = 0.0
+
+    def found(self, places: Mapping[int, Place], returned: Mapping[int, Sequence[Begun]], now: float) -> bool:
+        """Return True once all ranks have waited in the same collectives for `timeouts.ABANDONED_S`.
+
+        Args:
+            places: Where the ranks are that have not finished the task.
+            returned: The collectives of those that have.
+            now: The current time.
+        """
+        waits = all(self._waits(place, returned) for place in places.values())
+        found = {rank: (frames_of(each.stacks, each.main), each.begun) for rank, each in places.items() if waits}
+        if not found or found != self._places:
+            self._places, self._since = found, now
+            return False
+        is_long = now >= self._since + timeouts.ABANDONED_S
+        return is_long and any(self._misses(each, returned) for each in found.values())
+
+    def _waits(self, place: Place, returned: Mapping[int, Sequence[Begun]]) -> bool:
+        """Return True if a rank waits in a collective.
+
+        DDP's collectives begin inside autograd. There a rank waits if it uses no CPU and has begun more than others.
+        """
+        if waits_in_collective(place.stacks, place.main):
+            return True
+        if place.is_busy or not waits_in_backward(place.stacks, place.main):
+            return False
+        last = waited_for(frames_of(place.stacks, place.main), place.begun)
+        counts = [RankView(rank, "returned", "", begun) for rank, begun in returned.items()]
+        return last is not None and any(each.in_group(last.group).count < last.count for each in counts)
+
+    def _misses(
+        self, waiting: tuple[tuple[Frame, ...], Sequence[Begun]], returned: Mapping[int, Sequence[Begun]]
+    ) -> bool:
+        """Return True if a rank waits in a process group of a rank that has returned, or nothing is known of that."""
+        begun = waited_for(*waiting)
+        members = members_of(begun, self._world_size) if begun is not None else None
+        return members is None or not returned.keys().isdisjoint(members)

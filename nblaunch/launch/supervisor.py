@@ -31,5 +31,4 @@ def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[]
         if time.monotonic() >= poll_at:  # and not after each of the messages that many ranks send
             poll_at = time.monotonic() + timeouts.LOG_POLL_S
             output.poll()
-            task.stacks.look([rank.rank for rank in task.present if rank.member.listens])
             view.on(Tick())

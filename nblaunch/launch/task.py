@@ -16,12 +16,12 @@ from typing import Literal
 
 from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.launch import failures
-from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.inspector import Inspector, Place
 from nblaunch.launch.rank_state import Rank
-from nblaunch.launch.stacks import Stacks
+from nblaunch.launch.stacks import waits_in_collective
 from nblaunch.launch.stopping import (
     Abandoned,
     ByUser,
@@ -33,8 +33,7 @@ from nblaunch.launch.stopping import (
     TakenBack,
     TimedOut,
 )
-from nblaunch.launch.stuck import StuckVerdict, difference
-from nblaunch.launch.stuck_watch import StuckWatch
+from nblaunch.launch.stuck import AbandonedRanks, StuckVerdict, StuckWatch, difference
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views import Countdown, Note, RanksChanged, Stuck, View
 from nblaunch.machine import timeouts
@@ -79,7 +78,7 @@ class Task:
         ranks: The state of each rank.
         phase: The phase of the task.
         ladder: The stop in progress, or None.
-        stacks: Asks the ranks for their stacks.
+        inspector: Asks the ranks where they are.
         console: Where their debuggers print, and the user types.
     """
 
@@ -105,16 +104,20 @@ class Task:
         self._is_kept, self.is_question, self._joins = is_kept, is_question, joins
         self.phase: Phase = "running"
         self.ladder: Ladder | None = None
-        self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
+        self.inspector = Inspector(group, sources, commands, view)
         self._failure: PeerFailed | TakenBack = PeerFailed()
         """Why to stop the ranks at `_stop_at`."""
         self._watches_stuck = joins
-        self._stuck = StuckWatch(self.present, sources, lambda: group.workers.sampler("cpu", {}))
+        self._stuck = StuckWatch(self.present, sources)
+        self._observe_at = time.monotonic() + timeouts.STUCK_POLL_S
         self._shown_stuck = ""
         """The reason that the view shows at present; empty: none."""
         self._noted_stuck: set[str] = set()
-        workers = [member.worker for member in group.members]
-        self._abandoned = AbandonedRanks(workers, lambda: group.workers.sampler("cpu", {}))
+        self._abandoned = AbandonedRanks(len(self.ranks))
+        self._may_ask_at = 0.0
+        """When to begin to look for such ranks: most tasks end before."""
+        self._abandonment: Abandoned | None = None
+        """Which kept rank waits in a collective for one that has returned."""
         self.difference = ""
         """How the collective that a rank waited in differs from that of the rank it waited for; empty: not known."""
         self._stop_at = math.inf
@@ -236,6 +239,7 @@ class Task:
         if self._returned_at is None and all(rank.done is not None for rank in self.present):
             self._returned_at = self._threads_ended_at = now
             self.phase = "stopping" if self.ladder is not None else "returned"
+        self._inspect(now)
         reason = self._reason_to_stop(now) if self.ladder is None else None
         if reason is not None:
             self._stop((KeptLadder if self._is_kept else Ladder)(reason, now, self.stop_grace))
@@ -249,8 +253,6 @@ class Task:
             self._note_failure_once(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
-        if self.phase == "running" and self._watches_stuck and not self.console.is_open:
-            self._note_stuck(now)
         self._show_states()
 
     def _serve_debuggers(self, now: float) -> None:
@@ -269,29 +271,63 @@ class Task:
         if console.has_quit and not self.commands.stop:
             self.commands.ask()
 
-    def _note_stuck(self, now: float) -> None:
+    def _inspect(self, now: float) -> None:
+        """Ask the ranks where they are, while something waits or the user asks."""
+        if self.ladder is not None:
+            silent = self.ladder.silent(now, self.group.live)
+            is_asked = self.inspector.begun_at >= self.ladder.begun
+            self.inspector.step(now, silent, math.inf if is_asked else 0.0)
+            for rank in silent if self.inspector.begun_at >= self.ladder.begun else []:
+                place = self.inspector.places.get(rank, Place())
+                if waits_in_collective(place.stacks, place.main):
+                    self.ladder.waiting.add(rank)
+            return
+        waiting = [rank.rank for rank in self.present if not rank.is_over]
+        returned = {rank.rank: rank.member.worker for rank in self.present if rank.done is not None}
+        may_be_abandoned = self._is_kept and bool(waiting and returned)
+        watches_stuck = self.phase == "running" and self._watches_stuck and not self.console.is_open
+        if watches_stuck and now >= self._observe_at:
+            self._observe_at = now + timeouts.STUCK_POLL_S
+            self._stuck.observe(now)
+        if not may_be_abandoned:
+            self._may_ask_at = now + timeouts.INSPECT_INTERVAL_S
+        interval = math.inf
+        if may_be_abandoned and now >= self._may_ask_at:
+            interval = timeouts.INSPECT_INTERVAL_S
+        elif watches_stuck and self._stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2:
+            interval = timeouts.STUCK_REPEAT_S
+        ranks = waiting if may_be_abandoned else self._stuck.running
+        if self.inspector.step(now, ranks, interval):
+            places = self.inspector.places
+            if may_be_abandoned and self._abandoned.found(
+                {rank: places.get(rank, Place()) for rank in waiting},
+                {rank: worker.collectives() for rank, worker in returned.items()},
+                now,
+            ):
+                self._abandonment = Abandoned(waiting[0], min(returned))
+            if watches_stuck:
+                try:
+                    self._stuck.judge(places, now)
+                except Exception:  # noqa: BLE001  # best effort: must never fail the task
+                    _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
+                    self._watches_stuck = False
+        if watches_stuck:
+            self._show_stuck()
+
+    def _show_stuck(self) -> None:
         """Show why ranks wait in a collective, until they go on. Another reason is shown at once."""
-        try:
-            self._stuck.look(now)
-        except Exception:  # noqa: BLE001  # best effort: must never fail the task
-            _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
-            self._watches_stuck = False
-            return
         found = self._stuck.verdict
-        if (found.reason if found is not None else "") == self._shown_stuck:
-            return
-        if found is None:
-            self._shown_stuck = ""
-            self.view.on(Stuck())
-            return
-        self._shown_stuck = found.reason
-        self.view.on(Stuck(found.lines, found.ranks, found.reason in self._noted_stuck))
-        self._noted_stuck.add(found.reason)
+        reason = found.reason if found is not None else ""
+        if reason != self._shown_stuck:
+            self._shown_stuck = reason
+            is_repeated = reason in self._noted_stuck
+            self.view.on(Stuck(found.lines, found.ranks, is_repeated) if found is not None else Stuck())
+            self._noted_stuck.add(reason)
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
             return ByUser()
-        if now >= self.deadline + self.console.paused_s and self.stacks.located(now):
+        if now >= self.deadline + self.console.paused_s and self.inspector.located(now):
             return TimedOut()
         if self.console.has_examined and self.console.debugging.post_mortem:
             return PeerFailed()
@@ -299,19 +335,11 @@ class Task:
             return None
         if now >= self._stop_at:
             return self._failure
-        if (abandoned := self._abandonment(now)) is not None:
-            return abandoned
+        if self._abandonment is not None:
+            return self._abandonment
         verdict = self._stuck.verdict
-        is_long = verdict is not None and self._stuck.waited(now) >= timeouts.COLLECTIVE_TIMEOUT_S
+        is_long = verdict is not None and self._stuck.quiet(now) >= timeouts.COLLECTIVE_TIMEOUT_S
         return NoProgress(verdict) if verdict is not None and is_long else None
-
-    def _abandonment(self, now: float) -> Abandoned | None:
-        """Return which kept rank waits in a collective for one that has returned; None if none does."""
-        waiting = [rank.rank for rank in self.present if not rank.is_over]
-        returned = [rank.rank for rank in self.present if rank.done is not None]
-        if not (self._is_kept and waiting and returned and self._abandoned.found(waiting, returned, now)):
-            return None
-        return Abandoned(waiting[0], returned[0])
 
     @property
     def stuck(self) -> StuckVerdict | None:
@@ -327,7 +355,6 @@ class Task:
         running = [rank.rank for rank in self.ranks if rank.is_running]
         leaving = [rank.rank for rank in self.ranks if rank.is_leaving or rank.failed is not None]
         ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
-        ladder.waiting.update(self.stacks.in_collectives(ladder.silent(now, live)))
         if isinstance(ladder, KeptLadder):
             has_left = any(rank.is_over for rank in self.present)
             for number in ladder.to_free(now, live, has_left=has_left):
@@ -413,8 +440,6 @@ class Task:
     def close(self) -> None:
         """Close results that were not taken; answer open requests for stacks with none."""
         self.console.end()
-        self.stacks.close()
-        self._stuck.close()
-        self._abandoned.close()
+        self.inspector.close()
         for rank in self.ranks:
             rank.close()

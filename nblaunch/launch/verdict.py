@@ -9,18 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.stopping import Ladder, TimedOut
-from nblaunch.wire.messages import Done, Failed, RankExited
-
-
-@dataclass(frozen=True, slots=True)
-class RankEnd:
-    """How one rank ended, as far as it has."""
-
-    rank: int
-    done: Done | None
-    failed: Failed | None
-    exited: RankExited | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,8 +138,8 @@ STUCK_AFTER_S = 10.0
 """Without a new collective on any rank before the ranks are asked whether they wait."""
 STUCK_REPEAT_S = 5.0
 """Before waiting ranks are asked again."""
-ABANDONED_CHECK_INTERVAL_S = 1.0
-"""Between two checks of where they wait."""
+INSPECT_INTERVAL_S = 1.0
+"""Between two questions to ranks where they are, while some may wait for others that have left the task."""
 FREE_DELAY_S = 0.5
 """After its interrupt before a kept rank that does not respond is freed from a collective."""
 FREE_AFTER_FAILURE_S = 0.1

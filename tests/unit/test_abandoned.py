@@ -1,13 +1,13 @@
-"""Kept ranks that wait for a rank that has left the task, on a fake clock."""
+"""Kept ranks that wait for a rank that has left the task."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import pytest
 
-from nblaunch.launch.abandoned import AbandonedRanks
-from nblaunch.machine.usage import Usage
+from nblaunch.launch.inspector import Place
+from nblaunch.launch.stacks import parse
+from nblaunch.launch.stuck import AbandonedRanks
 from nblaunch.wire.collective_table import Begun
-from tests.unit.fake_engine import FakeSampler, FakeStackDumps, FakeWorker
 
 WAITS = (
     'Thread 0x1 (most recent call first):\n  File "/site-packages/torch/distributed/c10d.py", line 9 in all_reduce\n'
@@ -20,58 +20,32 @@ BACKWARD = (
 )
 
 
-class Uses(FakeSampler):
-    """Every rank uses so many cores."""
-
-    cpu = 0.0
-
-    def sample(self, ranks: Collection[int]) -> list[Usage]:
-        return [Usage(rank, self.cpu, 0, None, None) for rank in ranks]
-
-
-def found_after(dumps: FakeStackDumps, seconds: int, begun: Sequence[int] = (1, 0), cpu: float = 0.0) -> bool:
-    """Look twice a second, as a supervisor does more often. Rank 1 has returned."""
-    workers = [FakeWorker(0, stacks=dumps), FakeWorker(1)]
-    for worker, count in zip(workers, begun, strict=True):
-        worker.begun = [Begun(count, 7, 0, "0", "", "allreduce", "", "/home/me/train.py")]
-    sampler = Uses(workers)
-    sampler.cpu = cpu
-    abandoned = AbandonedRanks(workers, lambda: sampler)
-    return any(abandoned.found([0], [1], half / 2) for half in range(2 * seconds))
+def found_after(dump: str, seconds: int, begun: tuple[int, int] = (1, 0), is_busy: bool = False) -> bool:
+    """Judge once a second. Rank 1 has returned; a dump with a ``{}`` is another each time."""
+    waiting, returned = ([Begun(count, 7, 0, "0", "", "allreduce", "", "/home/me/train.py")] for count in begun)
+    abandoned = AbandonedRanks(2)
+    return any(
+        abandoned.found({0: Place(parse(dump.format(second)), "0x1", waiting, is_busy)}, {1: returned}, second)
+        for second in range(seconds)
+    )
 
 
-def test_a_rank_in_one_collective_for_seconds_is_abandoned() -> None:
-    assert found_after(FakeStackDumps(WAITS.format(7)), 10)
-    assert not found_after(FakeStackDumps(WAITS.format(7)), 4)
+@pytest.mark.parametrize("dump", [WAITS.format(7), BACKWARD], ids=["collective", "backward"])
+def test_a_rank_that_waits_for_seconds_is_abandoned(dump: str) -> None:
+    assert found_after(dump, 10)
+    assert not found_after(dump, 4)
 
 
-def test_a_rank_in_a_backward_of_its_own_is_abandoned() -> None:
-    assert found_after(FakeStackDumps(BACKWARD), 10)
-    assert not found_after(FakeStackDumps(BACKWARD), 4)
-
-
-def test_a_backward_that_computes_is_not_abandoned() -> None:
-    assert not found_after(FakeStackDumps(BACKWARD), 60, cpu=0.9)
-
-
-def test_a_backward_after_collectives_of_all_is_not_abandoned() -> None:
-    assert not found_after(FakeStackDumps(BACKWARD), 60, begun=(3, 3))
-
-
-def test_a_rank_that_computes_is_not_abandoned() -> None:
-    assert not found_after(FakeStackDumps(COMPUTES), 60)
-
-
-def test_a_rank_that_does_not_answer_is_not_abandoned() -> None:
-    assert not found_after(FakeStackDumps(None), 60)
-
-
-def test_a_rank_whose_collectives_advance_is_not_abandoned() -> None:
-    class Advancing(FakeStackDumps):
-        line = 0
-
-        def ask(self, signal_at: float) -> None:
-            self.line += 1
-            self.dump = WAITS.format(self.line)
-
-    assert not found_after(Advancing(), 60)
+@pytest.mark.parametrize(
+    ("dump", "begun", "is_busy"),
+    [
+        (COMPUTES, (1, 0), False),
+        (WAITS, (1, 0), False),
+        (BACKWARD, (1, 0), True),
+        (BACKWARD, (3, 3), False),
+        ("", (1, 0), False),
+    ],
+    ids=["computes", "collectives advance", "backward computes", "all have begun it", "no answer"],
+)
+def test_a_rank_that_may_go_on_is_not_abandoned(dump: str, begun: tuple[int, int], is_busy: bool) -> None:
+    assert not found_after(dump, 60, begun, is_busy)

@@ -11,7 +11,7 @@ from nblaunch.engines.protocol import Log
 from nblaunch.errors import RankDiedError
 from nblaunch.launch.failures import Account, RankTraceback, crash_warning, describe
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.verdict import RankEnd
+from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.views import Stream
 from nblaunch.wire.messages import Done, RankExited
 from tests.unit.fake_engine import FakeLog

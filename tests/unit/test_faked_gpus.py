@@ -15,7 +15,8 @@ from nblaunch.engines.kernel_fork import check_fork
 from nblaunch.errors import StartError
 from nblaunch.launch.failures import Account, exception_for
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.verdict import Cause, RankEnd
+from nblaunch.launch.rank_state import RankEnd
+from nblaunch.launch.verdict import Cause
 from nblaunch.machine import inventory, timeouts
 from nblaunch.machine.inventory import has_used_cuda, this_machine
 from nblaunch.ranks import error_report, process_group

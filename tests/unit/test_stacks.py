@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +16,17 @@ import pytest
 import nblaunch
 from nblaunch.engines.stack_files import StackFile
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.stack_text import Frame, Stack, StackFormatter, parse, waits_in_collective
-from nblaunch.launch.stacks import Stacks
+from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.inspector import Inspector
+from nblaunch.launch.stacks import Frame, Stack, StackFormatter, parse, waits_in_collective
 from nblaunch.launch.views import NullView
+from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import COLLECTIVE_LOG
 from nblaunch.ranks.stack_dumps import dump
 from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead
 from nblaunch.wire.messages import Source
 from tests.conftest import LONG
+from tests.unit.fake_engine import FakeWorkers
 
 RANKS = str(Path(nblaunch.__file__).parent / "ranks")
 LIBRARY = f"{sysconfig.get_path('stdlib')}/site-packages/torch/distributed/distributed_c10d.py"
@@ -178,13 +183,25 @@ def test_a_last_call_in_torch_distributed_is_a_collective(last: str, waits: bool
 
 # ------------------------------------------------------------------ asking
 class Asking:
-    """`Stacks` over files and pipes that the test makes, with the signals that it sends."""
+    """An `Inspector` over files and pipes that the test makes, with the signals that it sends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.commands, self.sent = folder, Commands(), list[tuple[int, int]]()
         self.pipes: dict[int, int] = {}
-        self.files = {rank: self.stack_file(rank) for rank in range(4)}
-        self.stacks = Stacks(self.files.__getitem__, SOURCES, self.commands, NullView())
+        self.workers = FakeWorkers(3)
+        for worker in self.workers.ranks:
+            worker.stacks = self.stack_file(worker.rank)  # type: ignore[assignment]  # real files
+        group = WorkerGroup(self.workers, lambda text: None)
+        group.start(lambda rank: {})
+        self.inspector = Inspector(group, SOURCES, self.commands, NullView())
+
+    def live(self, *ranks: int) -> None:
+        """Let only these ranks live."""
+        for worker in self.workers.ranks:
+            worker.is_open = worker.rank in ranks
+
+    def look(self) -> None:
+        self.inspector.step(time.monotonic(), (), math.inf)
 
     def stack_file(self, rank: int) -> StackFile:
         path = self.folder / f"rank{rank}.stacks"
@@ -204,7 +221,7 @@ class Asking:
             return 0
 
     def close(self) -> None:
-        self.stacks.close()
+        self.inspector.close()
         self.commands.close()
         for pipe in self.pipes.values():
             os.close(pipe)
@@ -213,9 +230,9 @@ class Asking:
         with open(self.folder / f"rank{rank}.stacks", "a") as file:
             file.write(text)
 
-    def look_until(self, done: Callable[[], bool], *living: int) -> None:
+    def look_until(self, done: Callable[[], bool]) -> None:
         while not done():  # the test's own limit of time ends it
-            self.stacks.look(living)
+            self.look()
 
 
 @pytest.fixture
@@ -226,75 +243,80 @@ def asking(tmp_path: Path) -> Iterator[Asking]:
 
 
 def test_a_rank_that_is_not_ready_is_asked_when_it_is(asking: Asking) -> None:
+    asking.live(0, 1)
     asked = asking.commands.want_stacks(60.0)
     asking.register(0)
     for _ in range(3):
-        asking.stacks.look([0, 1])
+        asking.look()
     assert asking.asked(0) == 1
 
     asking.register(1)
-    asking.stacks.look([0, 1])
+    asking.look()
     assert (asking.asked(0), asking.asked(1)) == (0, 1)
 
     for rank in (0, 1):
         asking.write(rank, BEGIN + DUMP + WHOLE)
-    asking.look_until(asked.done, 0, 1)
+    asking.look_until(asked.done)
     assert sorted(asked.result()) == [0, 1]
 
 
 def test_a_silent_rank_gets_one_signal_and_no_further_request(asking: Asking) -> None:
+    asking.live(0)
     asking.register(0)
     for within in (0.1, 0.1, 0.1):
         asked = asking.commands.want_stacks(within)
-        asking.look_until(asked.done, 0)
+        asking.look_until(asked.done)
         assert asked.result()[0].startswith("no answer within 0.1 s: the process is stopped (SIGSTOP), or waits in")
 
     assert (asking.asked(0), asking.sent) == (1, [(0, 47)])
 
     asking.write(0, DUMP)  # it goes on, and answers what it was asked long ago
     asked = asking.commands.want_stacks(60.0)
-    asking.stacks.look([0])
+    asking.look()
     assert asking.asked(0) == 1
     asking.write(0, DUMP + BEGIN + DUMP.replace("line 4 in train", "line 3 in train") + WHOLE)
-    asking.look_until(asked.done, 0)
+    asking.look_until(asked.done)
     assert asked.result()[0].count("Main thread") == 1
     assert "Cell In[3], line 3, in train" in asked.result()[0]
 
 
 def test_a_rank_that_answers_is_sent_no_signal(asking: Asking) -> None:
+    asking.live(0)
     asking.register(0)
     asked = asking.commands.want_stacks(60.0)
-    asking.stacks.look([0])
+    asking.look()
     asking.write(0, BEGIN + DUMP + WHOLE)
-    asking.look_until(asked.done, 0)
+    asking.look_until(asked.done)
 
     assert asking.sent == []
 
 
-def test_ranks_in_a_collective_are_known_once_they_have_answered(asking: Asking) -> None:
-    for rank in (0, 1, 2):
-        asking.register(rank)
-    assert asking.stacks.in_collectives([0, 1, 2, 3]) == []  # rank 3 cannot be asked
-    assert [asking.asked(rank) for rank in (0, 1, 2)] == [1, 1, 1]
+def test_places_are_known_as_ranks_answer_and_no_signal_is_sent(asking: Asking) -> None:
+    for rank in (0, 1):
+        asking.register(rank)  # rank 2 cannot be asked
+    now = time.monotonic()
+    assert not asking.inspector.step(now, [0, 1, 2], 1.0)
+    assert [asking.asked(rank) for rank in (0, 1)] == [1, 1]
 
     asking.write(0, BEGIN + DUMP + WHOLE)
-    asking.write(1, BEGIN + DUMP.replace(LIBRARY, "/home/me/save.py") + WHOLE)
+    assert not asking.inspector.step(now, [0, 1, 2], 1.0)
+    assert waits_in_collective(asking.inspector.places[0].stacks, MAIN)
 
-    assert asking.stacks.in_collectives([0, 1, 2, 3]) == [0]
-    assert asking.stacks.in_collectives([2]) == []
-    assert [asking.asked(rank) for rank in (0, 1, 2)] == [0, 0, 0]
-    assert asking.sent == []
+    assert asking.inspector.step(now + timeouts.STACKS_TIMEOUT_S, [0, 1, 2], 1.0)
+    assert [bool(place.stacks) for place in asking.inspector.places.values()] == [True, False, False]
+    assert (asking.asked(0), asking.sent) == (0, [])
 
 
-@pytest.mark.parametrize("begun", range(0, len(DUMP), 10))
+@pytest.mark.parametrize("begun", range(0, len(DUMP), 40))
 def test_an_answer_amid_a_faulthandler_dump_is_shown_alone(asking: Asking, begun: int) -> None:
     """A rank that was stopped goes on: the signal and the question have both waited for it."""
+    asking.live(0)
     asking.register(0)
     asked = asking.commands.want_stacks(60.0)
-    asking.stacks.look([0])
+    asking.look()
     other = DUMP.replace("line 4 in train", "line 3 in train")
     asking.write(0, other[:begun] + BEGIN + DUMP + WHOLE + other[begun:])
-    asking.look_until(asked.done, 0)
+    asking.look_until(asked.done)
 
     assert asked.result() == {0: StackFormatter(SOURCES).format(parse(DUMP), MAIN)}
 
@@ -328,64 +350,70 @@ def test_a_ranks_own_dump_is_parsed_like_faulthandlers() -> None:
 
 
 def test_a_dump_is_taken_when_it_is_whole(asking: Asking) -> None:
+    asking.live(0)
     asked = asking.commands.want_stacks(60.0)
     asking.register(0)
-    asking.stacks.look([0])
+    asking.look()
     for begin in range(0, len(DUMP), 100):
         asking.write(0, DUMP[begin : begin + 100])
-        asking.stacks.look([0])
+        asking.look()
         assert not asked.done()
 
-    asking.look_until(asked.done, 0)
+    asking.look_until(asked.done)
 
     assert asked.result() == {0: StackFormatter(SOURCES).format(parse(DUMP), MAIN)}
 
 
 def test_a_slowly_starting_rank_is_shown_as_starting(asking: Asking) -> None:
+    asking.live(0)
     asked = asking.commands.want_stacks(0.05)
 
-    asking.look_until(asked.done, 0)
+    asking.look_until(asked.done)
 
     assert asked.result() == {0: "it is still starting, and has run no Python code of this launch"}
     assert asking.sent == []
 
 
 def test_only_ranks_that_answered_before_their_end_are_shown(asking: Asking) -> None:
+    asking.live(0, 1, 2)
     asked = asking.commands.want_stacks(60.0)
     for rank in (0, 1, 2):
         asking.register(rank)
-    asking.stacks.look([0, 1, 2])
+    asking.look()
     for rank in (0, 1):
         asking.write(rank, DUMP)
-    asking.look_until(lambda: asking.files[0].dump is not None, 0, 1, 2)
+    asking.look_until(lambda: 0 in asking.inspector.places)
 
-    asking.look_until(asked.done, 1)
+    asking.live(1)
+    asking.look_until(asked.done)
 
     assert sorted(asked.result()) == [0, 1]
 
 
 def test_an_ask_that_comes_while_others_are_answered_is_answered_next(asking: Asking) -> None:
+    asking.live(0)
     asking.register(0)
     first = asking.commands.want_stacks(60.0)
-    asking.stacks.look([0])
+    asking.look()
     second = asking.commands.want_stacks(60.0)
 
     asking.write(0, DUMP)
-    asking.look_until(first.done, 0)
+    asking.look_until(first.done)
     assert not second.done()
-    asking.stacks.look([0])
+    asking.look()
     assert asking.asked(0) == 2
     asking.write(0, DUMP)
 
-    asking.look_until(second.done, 0)
+    asking.look_until(second.done)
 
 
 def test_a_request_after_the_end_returns_no_rank(asking: Asking) -> None:
+    asking.live(0)
     waiting, underway = asking.commands.want_stacks(60.0), asking.commands.want_stacks(60.0)
-    asking.stacks.look([0])
+    asking.look()
     late = asking.commands.want_stacks(60.0)
 
-    asking.stacks.close()
+    asking.inspector.close()
     asking.commands.close()
 
     assert [asked.result(0) for asked in (waiting, underway, late, asking.commands.want_stacks(1.0))] == [{}] * 4

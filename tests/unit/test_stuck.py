@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nblaunch.launch.stack_text import Frame
+from nblaunch.launch.stacks import Frame
 from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, waited_for
 from nblaunch.wire.collective_table import Begun, fitting, in_ranges, members_of
 

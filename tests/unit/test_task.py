@@ -139,7 +139,7 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("task", "group", "stacks", "supervisor"):
+    for module in ("task", "group", "supervisor"):
         monkeypatch.setattr(f"nblaunch.launch.{module}.time", clock)
     return clock
 
@@ -438,11 +438,10 @@ def test_a_timeout_asks_where_the_ranks_are_and_stops_them(begin: Callable[..., 
     scene.step(5)
     assert scene.signals() == [[], []]
     for _ in range(2):
-        scene.task.stacks.look([0, 1])
-    scene.step()
+        scene.step()
     assert scene.task.ladder is not None
     assert scene.task.ladder.reason == TimedOut()
-    assert scene.task.stacks.places == dict.fromkeys((0, 1), 'was in "/home/me/train.py", line 7')
+    assert scene.task.inspector.said == dict.fromkeys((0, 1), 'was in "/home/me/train.py", line 7')
     assert scene.signals() == [[signal.SIGINT]] * 2
 
 
@@ -450,7 +449,6 @@ def test_a_timeout_waits_for_silent_ranks_only_so_long(begin: Callable[..., Scen
     scene = begin(deadline=clock.now + 5)
     scene.run_all()
     scene.step(5)
-    scene.task.stacks.look([0, 1])
     scene.step(timeouts.TIMEOUT_STACKS_S)
     assert scene.signals() == [[signal.SIGINT]] * 2
 
@@ -604,9 +602,9 @@ def test_a_full_disk_is_noted_once_and_summed_up(scene: Scene) -> None:
 def test_the_view_is_shown_the_stacks_it_asked_for(scene: Scene) -> None:
     scene[0].stacks.answer = IN_PYTHON
     scene.commands.ask_stacks()
-    scene.task.stacks.look([0, 1])
-    scene.clock.now += timeouts.STACKS_TIMEOUT_S
-    scene.task.stacks.look([0, 1])
+    scene.step()
+    scene.step()
+    scene.step(timeouts.STACKS_TIMEOUT_S)
     assert 'File "/home/me/train.py", line 7, in train' in scene.view.texts[0]
     assert scene.view.texts[1].startswith("no answer within 2 s")
 
