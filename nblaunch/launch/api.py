@@ -9,16 +9,15 @@ from functools import partial
 from typing import Any
 
 from nblaunch.engines import current
-from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, warn
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
 from nblaunch.launch.machines import machines_of, with_usable_method
+from nblaunch.launch.options import TABLE, Options
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views import preparing
-from nblaunch.machine import timeouts
 from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import RANK
@@ -55,7 +54,7 @@ def notebook_launcher(
     threads_per_rank: int | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
-    stop_grace: float = timeouts.STOP_GRACE_S,
+    stop_grace: float = 30.0,
     metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
     preload: str | Sequence[str] | None = None,
     on_error: str = "raise",
@@ -149,39 +148,18 @@ def notebook_launcher(
         >>> notebook_launcher(train, num_processes=2)[1]  # doctest: +SKIP
         10
     """
+    given = {name: value for name, value in locals().items() if name in TABLE}
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     refuse_nested()
-    for name, value in (("block", block), ("checks", checks)):
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{name}={value!r:.80}: must be True or False")
+    options = Options(**given)
     for name, value in accelerate_options.items():
         default, why = _IGNORED[name]
         if name == "node_rank" and value != 0:
             raise ArgumentError(f"node_rank={value!r}: must be 0, because {why}")
         if str(value) != str(default):
             warn(f"{name}={value!r} is ignored: {why}")
-    launch = prepare(
-        lambda world_size: payloads.for_function(function, args, kwargs, world_size),
-        view,
-        engine=engine,
-        num_nodes=num_nodes,
-        num_processes=num_processes,
-        mixed_precision=mixed_precision,
-        max_restarts=max_restarts,
-        device=device,
-        backend=backend,
-        start_method=start_method,
-        threads_per_rank=threads_per_rank,
-        env=env,
-        timeout=timeout,
-        stop_grace=stop_grace,
-        metric_patterns=metric_patterns,
-        preload=preload,
-        on_error=on_error,
-        on_breakpoint=on_breakpoint,
-        checks=checks,
-    )
-    if block:
+    launch = prepare(lambda world_size: payloads.for_function(function, args, kwargs, world_size), options)
+    if options.block:
         return launch.join()
     launch.begin()
     return launch
@@ -200,44 +178,37 @@ def preload(modules: Sequence[str]) -> None:
         ArgumentError: A name is not a module of an installed package.
     """
     local = current.engine
-    plan = make_plan(local.machines(lambda text: None), local, preload=modules)
-    local.preload(plan.preload, plan.env, plan.named)
+    options = Options(preload=modules)
+    plan = make_plan(local.machines(lambda text: None), local, options)
+    local.preload(options.preload or (), plan.env, plan.named)
     for engine in current.held():
-        engine.preload(plan.preload)
+        engine.preload(options.preload or ())
 
 
-def prepare(
-    gather: Callable[[int], Payload], view: str, engine: str = "auto", num_nodes: int | None = None, **arguments: Any
-) -> Launch:
-    """Plan a launch and pack its payload. The caller starts it.
-
-    Args:
-        gather: Returns the payload for a world size.
-        view: The user's choice of view.
-        engine: Where the ranks run; see `notebook_launcher`.
-        num_nodes: The number of nodes.
-        arguments: The arguments of `make_plan`.
+def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
+    """Plan a launch and pack its payload, which `gather` returns for a world size. The caller starts it.
 
     Raises:
-        ArgumentError: An argument is invalid.
+        ArgumentError: An option does not fit the machines.
         PayloadError: A part of the payload cannot be sent.
     """
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     try:
-        return _prepare(gather, view, current.chosen(engine, num_nodes), arguments)
+        return _prepare(gather, options)
     except NblaunchError as error:
         raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 
 
-def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, arguments: Mapping[str, Any]) -> Launch:
+def _prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
+    engine = current.chosen(options.engine, options.num_nodes)
     if not engine.is_local:
-        make_plan([ANY_MACHINE], engine, **arguments)  # before a node is asked for
-    shown = host().view(view)
-    plan = make_plan(machines_of(engine, shown), engine, **arguments)
+        make_plan([ANY_MACHINE], engine, options)  # before a node is asked for
+    shown = host().view(options.view)
+    plan = make_plan(machines_of(engine, shown), engine, options)
     payload = gather(plan.world_size)
     plan = with_usable_method(plan, engine, shown)
-    if plan.preload:
-        engine.preload(plan.preload)
+    if options.preload:
+        engine.preload(options.preload)
     with preparing(shown, payloads.name_of(payload.function)):
         shipment = (
             payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload, engine.is_local)

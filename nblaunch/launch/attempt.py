@@ -125,10 +125,10 @@ class Attempt:
             self.view.on(Note(note))
         self.group.start(lambda rank: plan.environment(rank, store, job.launch_id, self.number))
         self.view.on(RanksPlaced(self.group.workers))
-        limits = plan.stop_grace, job.deadline
+        limits = plan.options.stop_grace, job.deadline
         self.task = Task(1, self.group, self.view, self.commands, job.sources, *limits, console=job.console)
         opened.callback(self.task.close)
         self.task.send(lambda rank: plan.world(rank, store), job.parcel, last=True)
         workers = [member.worker for member in self.group.members]
-        self.output = OutputFollower(workers, plan.metric_patterns, self.view)
+        self.output = OutputFollower(workers, plan.options.metric_patterns or (), self.view)
         opened.callback(self.output.close)

@@ -33,8 +33,9 @@ def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> 
     """
     can_type = host().can_type() and threading.current_thread() is threading.main_thread()
     is_question = isinstance(payload.function, Question)
-    post_mortem = not is_question and (plan.on_error == "debug" or host().examines())
-    return DebugConsole(plan.world_size, sources, Debugging(can_type, plan.on_breakpoint == "fail", post_mortem))
+    post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
+    fails = plan.options.on_breakpoint == "fail"
+    return DebugConsole(plan.world_size, sources, Debugging(can_type, fails, post_mortem))
 
 
 class CellInput:

@@ -67,7 +67,7 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
     """
     task = attempt.task
     reason = task.ladder.reason if task.ladder is not None else ByUser()
-    limit, files = attempt.job.plan.timeout, attempt.files
+    limit, files = attempt.job.plan.options.timeout, attempt.files
     return reason.error(Told(name, seconds, limit, _incomplete(task), _places(task), task.difference, files))
 
 

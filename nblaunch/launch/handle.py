@@ -82,7 +82,7 @@ class Launch:
             payload,
             () if shipment.parcel is None else shipment.parcel.fds,
             shipment.sources,
-            float("inf") if plan.timeout is None else self._begin + plan.timeout,
+            float("inf") if plan.options.timeout is None else self._begin + plan.options.timeout,
             self.console,
         )
         self._result: LaunchResult | None = None
@@ -298,7 +298,7 @@ class Launch:
         self._finished.set()
 
     def _run(self) -> None:
-        for number in range(self._plan.max_restarts + 1):
+        for number in range(self._plan.options.max_restarts + 1):
             again = self._attempt(number)
             if not again:
                 return
@@ -320,13 +320,10 @@ class Launch:
             attempt, verdict = self._run_ranks(number, files)
             error = self._conclude(verdict, attempt, files)
             self._error = error
-            again = number < self._plan.max_restarts and not self._commands.stop
+            again = number < self._plan.options.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
-                self._view.on(
-                    Note(
-                        f"{conclusion.summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})"
-                    )
-                )
+                restarting = f"restarting all ranks ({number + 1} of {self._plan.options.max_restarts})"
+                self._view.on(Note(f"{conclusion.summary(error)}: {restarting}"))
                 return True
             conclusion.keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from nblaunch.engines import current
@@ -11,19 +12,11 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.machines import machines_of, with_usable_method
+from nblaunch.launch.options import Options, taken_by
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
-from nblaunch.machine import arguments
-from nblaunch.machine.arguments import unknown_argument
-
-OPTIONS = {
-    "engine",
-    "num_nodes",
-    *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
-    "metric_patterns",
-}
-"""What `session` accepts besides its own parameters."""
+from nblaunch.machine.arguments import named_arguments, seconds
 
 
 class Ended(NamedTuple):
@@ -44,6 +37,7 @@ _is_unreported = False
 """No cell has asked for `_ended` yet."""
 
 
+@partial(named_arguments, more=taken_by("session"))
 def session(
     num_processes: int | None = None,
     *,
@@ -77,20 +71,18 @@ def session(
     refuse_nested()
     if not str(name).isidentifier():
         raise ArgumentError(f"name={name!r}: must be a Python name")
-    unknown = set(options) - OPTIONS
-    if unknown:
-        raise unknown_argument("session", min(unknown), ["num_processes", "name", "idle_timeout", *sorted(OPTIONS)])
     given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
     given = {option: value for option, value in given.items() if value is not None}
     running = find(name)
     if running is not None:
         return _same(running, given)
-    timeout = None if idle_timeout is None else arguments.seconds("idle_timeout", idle_timeout)
-    engine = current.chosen(options.pop("engine", "auto"), options.pop("num_nodes", None))
+    timeout = None if idle_timeout is None else seconds("idle_timeout", idle_timeout)
+    checked = Options(num_processes=num_processes, **options)
+    engine = current.chosen(checked.engine, checked.num_nodes)
     if not engine.is_local:
-        make_plan([ANY_MACHINE], engine, num_processes=num_processes, **options)  # before a node is asked for
+        make_plan([ANY_MACHINE], engine, checked)  # before a node is asked for
     shown = host().view("auto")
-    plan = make_plan(machines_of(engine, shown), engine, num_processes=num_processes, **options)
+    plan = make_plan(machines_of(engine, shown), engine, checked)
     engine.check_kept(plan.method)
     plan = with_usable_method(plan, engine, shown)
     names = host().notebook_names()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
@@ -15,7 +16,7 @@ from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.payload import name_of
-from nblaunch.launch.plan import Plan, changed
+from nblaunch.launch.plan import Plan
 from nblaunch.launch.questions import Questions, checked_expression
 from nblaunch.launch.rank_names import RankNames, line_of
 from nblaunch.launch.result import LaunchResult
@@ -169,7 +170,9 @@ class Session:
         __tracebackhide__ = True  # IPython omits this frame
         refuse_nested()
         self._check_open()
-        plan = changed(self._ranks.plan, **changes)
+        plan = self._ranks.plan
+        given = {name: value for name, value in changes.items() if value is not None}
+        plan = replace(plan, options=replace(plan.options, **given))
         shown = host().view(view)
         queue, ticket, launch = self._ranks.queue, Ticket(label), None
         try:

@@ -97,10 +97,10 @@ class Turn:
             self.group.workers.listen_to(self.commands)
             self.view.on(RanksPlaced(self.group.workers))
             absent = ranks.absent
-            grace = self.job.plan.stop_grace
-            timeout = self.job.plan.timeout
+            options = self.job.plan.options
+            timeout = options.timeout
             deadline = float("inf") if timeout is None else time.monotonic() + timeout  # without the time in the queue
-            limits = grace, deadline
+            limits = options.stop_grace, deadline
             self.task = ranks.new_task(self.view, self.commands, self.job.sources, *limits, self.job.console)
             opened.callback(self.task.close)
             self.hint = no_group(ranks.name, absent)
@@ -115,9 +115,9 @@ class Turn:
             log_dir = str(self.files.directory)
             self.task.send(ranks.world, self.job.parcel, log_dir=log_dir, path=ranks.path, wanted=wanted)
             present = [rank.member.worker for rank in self.task.present]
-            patterns = self.job.plan.metric_patterns
-            is_own = patterns != ranks.plan.metric_patterns  # those of the session concern few of its cells
-            self.output = OutputFollower(present, patterns, self.view, notes_unmatched=is_own)
+            patterns = options.metric_patterns
+            is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
+            self.output = OutputFollower(present, patterns or (), self.view, notes_unmatched=is_own)
             opened.callback(self.output.close)
             opened.callback(ranks.late_output.follow, self.output)
             generation = ranks.generation

@@ -75,7 +75,8 @@ def named_arguments(target: F, more: Collection[str] = ()) -> F:
     """
     function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]  # this class's own
     parameters = [*inspect.signature(function).parameters.values()][isinstance(target, type) :]  # without self
-    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD] + [*more]
+    own = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
+    known = [*dict.fromkeys([*own, *more])]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -176,10 +176,6 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 """For an operation on the launch's TCPStore."""
 
 
-# ------------------------------------------------------------------ launch: plans, output, results
-STOP_GRACE_S = 30.0
-"""The default of ``stop_grace``: how long an interrupted rank has for ``finally`` blocks and checkpoints."""
-
 # ------------------------------------------------------------------ launch: debugging
 COLLECTIVE_TIMEOUT_S = 1800.0
 """How long ranks may wait in a collective, as in torch's gloo. Time in which the user debugs a rank does not count."""

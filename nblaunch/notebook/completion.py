@@ -9,7 +9,7 @@ from IPython.core.getipython import get_ipython
 
 from nblaunch.engines import current
 from nblaunch.launch import live_sessions
-from nblaunch.launch.plan import BACKENDS, DEVICES
+from nblaunch.launch.options import TABLE
 from nblaunch.launch.session import Session
 from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import goes_to_session
@@ -17,8 +17,8 @@ from nblaunch.notebook.ipython_versions import Completion, as_matcher
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
 _VALUES = {
-    "--device": DEVICES,
-    "--backend": BACKENDS,
+    "--device": TABLE["device"].choices,
+    "--backend": TABLE["backend"].choices,
     "--engine": current.KINDS,
     "--start-method": current.engine.start_methods,
     "--view": ("auto", "text", "none"),

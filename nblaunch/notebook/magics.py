@@ -25,7 +25,7 @@ from nblaunch.launch import payload as payloads
 from nblaunch.launch.export.exported import export_cell
 from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.live_sessions import how_to_start, live_sessions
-from nblaunch.launch.plan import BACKENDS, DEVICES
+from nblaunch.launch.options import TABLE, Options, taken_by
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
@@ -41,18 +41,6 @@ _USAGE = (
     "write %distributed status, stacks, stop, release, free, who, session, debug, auto on, help or preload NAME, or "
     "put %%distributed on top of a cell"
 )
-_OF_EXPORT = (
-    "num_processes",
-    "num_nodes",
-    "engine",
-    "device",
-    "backend",
-    "threads_per_rank",
-    "max_restarts",
-    "timeout",
-    "checks",
-)
-"""Options that a script takes; the others are of the launch alone."""
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
@@ -151,10 +139,8 @@ class DistributedMagics(Magics):
         help="return at once; NAME is then a Launch (.done, .wait(), .result(), .stop())",
     )
     @argument("--ranks", help="run the cell on these ranks only, as in 0,2; the others join the group and return None")
-    @argument("--device", help=f"one of {', '.join(DEVICES)}; default auto: cuda where a GPU is visible")
-    @argument(
-        "--backend", help=f"of the process group, one of {', '.join(BACKENDS)}; default: gloo on the CPU, nccl on GPUs"
-    )
+    @argument("--device", help=TABLE["device"].help)
+    @argument("--backend", help=TABLE["backend"].help)
     @argument(
         "--start-method",
         help=f"one of {', '.join(current.engine.start_methods)}; default auto: forkserver on Linux, spawn elsewhere; "
@@ -255,10 +241,10 @@ class DistributedMagics(Magics):
         ranks = ranks_of("--ranks", arguments.pop("ranks"))
         cell = make_cell(self.shell, body, ranks)
         typed = self.shell.history_manager.input_hist_raw[-1]  # type: ignore[union-attr]  # there is a shell
-        chosen = {name: value for name, value in arguments.items() if name in _OF_EXPORT}
+        chosen = {name: arguments[name] for name in taken_by("script") if arguments.get(name) is not None}
         try:
             used = names_used(cell, self._names())
-            _show(repr(export_cell(cell, used, typed, path, sbatch=sbatch, force=force, **chosen)))
+            _show(repr(export_cell(cell, used, typed, path, sbatch=sbatch, force=force, options=Options(**chosen))))
         except ArgumentError as error:
             text = str(error).replace("path=", "export=", 1).replace("force=True", "--force")
             raise UsageError(as_option(text)) from None
@@ -354,7 +340,7 @@ class DistributedMagics(Magics):
             return payloads.for_cell(cell, used)
 
         try:
-            return api.prepare(gather, view, **chosen)
+            return api.prepare(gather, Options(view=view, **chosen))
         except ArgumentError as error:
             raise UsageError(as_option(str(error))) from None
 

@@ -12,6 +12,7 @@ from nblaunch.launch import live_sessions
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import live_launches
 from nblaunch.launch.live_sessions import session
+from nblaunch.launch.options import taken_by
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
 from nblaunch.machine.arguments import ranks_in_words
@@ -22,8 +23,6 @@ from nblaunch.wire.messages import Cell
 
 ACTIONS = ("auto", "debug", "session", "who")
 SESSION_ACTIONS = ("regroup", "restart", "status", "stop")
-_OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
-"""Options that a cell of a session may have."""
 
 
 def chosen_session(name: str | None, option: str = "--session") -> Session | None:
@@ -99,12 +98,12 @@ def run_cell(
     for option in chosen:
         if option == "num_processes" and chosen[option] == session.world_size:
             continue
-        if option not in _OF_A_TASK:
+        if option not in taken_by("cell"):
             raise UsageError(
                 f"{option_of(option)} {chosen[option]}: session {session.name} has its ranks already; use "
                 "--fresh for ranks of the cell's own"
             )
-    options = {name: value for name, value in chosen.items() if name in _OF_A_TASK}
+    options = {name: value for name, value in chosen.items() if name in taken_by("cell")}
     return session.run_cell(cell, names_used(cell, names), view=view, block=not background, **options)
 
 
@@ -180,7 +179,7 @@ def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Cal
             raise UsageError(f"{typed}: write {command(words[1], action)} for the session of this name")
         raise UsageError(f"{typed}: write -n 2 to start one, or {known}")
     if action == "start":
-        allow(*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout", "output")
+        allow(*taken_by("session"), "name", "session", "idle_timeout", "output")
         given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
         output = given.pop("output", None)
         started = session(**given)

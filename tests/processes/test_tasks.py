@@ -22,6 +22,7 @@ from nblaunch.engines.protocol import Order
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.options import Options
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.task import Task
@@ -36,7 +37,7 @@ class Group:
     """Two ranks on this machine that stay for several tasks."""
 
     def __init__(self, opened: ExitStack, start_method: str) -> None:
-        self.plan = make_plan(engine.machines(print), engine, num_processes=2, start_method=start_method)
+        self.plan = make_plan(engine.machines(print), engine, Options(num_processes=2, start_method=start_method))
         files = LaunchFiles.create("several")
         opened.callback(files.close)
         self.commands = Commands()

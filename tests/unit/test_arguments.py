@@ -16,6 +16,7 @@ from torch import nn
 
 import nblaunch
 from nblaunch.errors import ArgumentError
+from nblaunch.launch import options
 from nblaunch.machine.arguments import distinct_ranks, one_of, seconds, whole_number
 from nblaunch.training import Accelerator, Parallelism, TrainConfig, Trainer
 
@@ -122,6 +123,13 @@ def test_a_misspelt_arguments_the_nearest_one(call: Any, given: dict[str, Any], 
     with pytest.raises(ArgumentError, match=said) as caught:
         call(**given)
     assert isinstance(caught.value, TypeError)  # as Python's own
+
+
+def test_the_launchers_signature_is_the_table_of_options() -> None:
+    own = inspect.signature(nblaunch.notebook_launcher).parameters
+    defaults = {name: each.default for name, each in own.items() if name in options.TABLE}
+    assert defaults == {name: option.default for name, option in options.TABLE.items()}
+    assert own.keys() - defaults.keys() == {"function", "args", "kwargs", "accelerate_options"}
 
 
 @pytest.mark.parametrize("call", [Trainer, TrainConfig, Parallelism, nblaunch.notebook_launcher])

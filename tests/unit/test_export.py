@@ -25,6 +25,7 @@ from nblaunch.launch.export.cell_statements import CellSource, Statement, statem
 from nblaunch.launch.export.exported_names import ExportedNames, literal_of
 from nblaunch.launch.export.job_file import Start
 from nblaunch.launch.export.script import Main
+from nblaunch.launch.options import Options
 from nblaunch.transfer.parameters import PROVIDED
 
 
@@ -339,7 +340,7 @@ def test_the_command_has_the_options() -> None:
 
 def written(engine: str, nodes: int | None = None, ranks: int | None = None, device: str = "auto", **more: Any) -> str:
     """The job file for an engine."""
-    start = job_file.start_of(current.job_request(engine, nodes), num_processes=ranks, device=device, **more)
+    start = job_file.start_of(current.job_request(engine, nodes), Options(num_processes=ranks, device=device, **more))
     return job_file.job_file(start, "a.py", "a.sbatch")
 
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from nblaunch.engines.local import LocalEngine
 from nblaunch.errors import ArgumentError
+from nblaunch.launch.options import Options
 from nblaunch.launch.output.reports import PrintedMetrics, compile_patterns, search
 from nblaunch.launch.output.tails import Piece
-from nblaunch.launch.plan import make_plan
-from nblaunch.machine.inventory import Machine
 
 ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"
 ANYTHING = r"x=(?P<x>\S+)"
@@ -75,14 +73,13 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
 )
 def test_a_pattern_that_can_find_nothing_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        make_plan([Machine(0, 8, "linux", {})], LocalEngine(), metric_patterns=given)
+        Options(metric_patterns=given)
 
 
-def test_the_plan_holds_the_patterns() -> None:
-    assert make_plan([Machine(0, 8, "linux", {})], LocalEngine()).metric_patterns == ()
-    assert make_plan([Machine(0, 8, "linux", {})], LocalEngine(), metric_patterns=ACCURACY).metric_patterns == (
-        re.compile(ACCURACY),
-    )
+def test_the_options_hold_the_patterns() -> None:
+    assert Options().metric_patterns is None
+    options = Options(metric_patterns=ACCURACY)  # type: ignore[arg-type]  # before the check
+    assert options.metric_patterns == (re.compile(ACCURACY),)
 
 
 # ------------------------------------------------------------------ numbers

@@ -15,6 +15,7 @@ import pytest
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Store
 from nblaunch.errors import ArgumentError, NblaunchError
+from nblaunch.launch.options import Options
 from nblaunch.launch.plan import Plan, make_plan
 from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.limits import usable_cpus
@@ -26,7 +27,7 @@ def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -
 
 def planned(on: Machine | None = None, **arguments: Any) -> Plan:
     on = on or machine()
-    return make_plan([on], LocalEngine(on.platform), **arguments)
+    return make_plan([on], LocalEngine(on.platform), Options(**arguments))
 
 
 def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str]:
@@ -346,10 +347,10 @@ def test_nodes_that_cannot_work_together_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"^device='auto': cpu1 has no GPU, and other nodes have"):
         make_plan([gpu, cpu], LocalEngine())
     with pytest.raises(ArgumentError, match=r"^device='cuda', but no GPU is visible on cpu1"):
-        make_plan([gpu, cpu], LocalEngine(), device="cuda")
+        make_plan([gpu, cpu], LocalEngine(), Options(device="cuda"))
     with pytest.raises(ArgumentError, match=r"^num_processes=3, but 2 GPUs are visible on gpu1: use num_processes=2"):
-        make_plan([gpu, gpu], LocalEngine(), num_processes=3)
-    assert make_plan([gpu, cpu], LocalEngine(), device="cpu").world_size == 2  # one on each
+        make_plan([gpu, gpu], LocalEngine(), Options(num_processes=3))
+    assert make_plan([gpu, cpu], LocalEngine(), Options(device="cpu")).world_size == 2  # one on each
 
 
 def test_the_calls_own_variables_come_last() -> None:
@@ -370,8 +371,8 @@ def test_accelerates_mixed_precision_variable_is_set(precision: str, seen: str |
 
 def test_limits_are_kept_as_given() -> None:
     plan = planned(timeout=5, stop_grace=0.5, max_restarts=numpy.int32(2))
-    assert (plan.timeout, plan.stop_grace, plan.max_restarts) == (5.0, 0.5, 2)
-    assert planned().timeout is None
+    assert (plan.options.timeout, plan.options.stop_grace, plan.options.max_restarts) == (5.0, 0.5, 2)
+    assert planned().options.timeout is None
 
 
 # ------------------------------------------------------------------ the machine

@@ -20,6 +20,7 @@ from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.options import Options
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
@@ -625,7 +626,7 @@ class Script(FakeWorkers):
 
 def attempt_of(workers: FakeWorkers, view: View) -> tuple[Attempt, FakeEngine]:
     engine = FakeEngine(workers)
-    plan = make_plan([Machine(0, 2, "linux", {"HOME": "/root"})], engine, num_processes=2)
+    plan = make_plan([Machine(0, 2, "linux", {"HOME": "/root"})], engine, Options(num_processes=2))
     payload = Payload(len, (), {}, test_the_view_gets_the_pids, Settings(), {})
     job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf, DebugConsole(2, {}))
     return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine

@@ -19,6 +19,7 @@ from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
 from nblaunch.launch.machines import with_usable_method
+from nblaunch.launch.options import Options
 from nblaunch.launch.output.tails import Piece
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.text_view import STARTING, TextView, plain_writer
@@ -576,7 +577,7 @@ def test_a_view_says_what_a_start_method_waits_for() -> None:
 
     view = Recorder()
     plan = with_usable_method(
-        make_plan([Machine(0, 2, "linux", {})], LocalEngine(), num_processes=2), Slow(FakeWorkers(2)), view
+        make_plan([Machine(0, 2, "linux", {})], LocalEngine(), Options(num_processes=2)), Slow(FakeWorkers(2)), view
     )
     assert plan.method == "spawn"
     assert view.events == [Preparing("importing torch"), Preparing("")]

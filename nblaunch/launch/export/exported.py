@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from nblaunch.launch.export.cell_statements import CellSource, Statement, awaits
 from nblaunch.launch.export.exported_names import FIX, ExportedNames, literal_of
 from nblaunch.launch.export.script import Main
 from nblaunch.launch.frontend import host
+from nblaunch.launch.options import Options, taken_by
+from nblaunch.machine.arguments import named_arguments
 from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parameters import FILLED_IN, PROVIDED
 from nblaunch.wire.messages import Cell
@@ -47,24 +50,16 @@ class Exported:
         return "\n".join([*lines, f"run it: {self.command}"])
 
 
+@partial(named_arguments, more=taken_by("script"))
 def export(
     function: Callable[..., Any],
     path: str | os.PathLike[str],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    num_processes: int | None = None,
-    num_nodes: int | None = None,
-    engine: str = "auto",
-    device: str = "auto",
-    backend: str | None = None,
-    threads_per_rank: int | None = None,
-    env: Mapping[str, str] | None = None,
-    max_restarts: int = 0,
-    timeout: float | None = None,
-    checks: bool = False,
     sbatch: bool = False,
     force: bool = False,
+    **options: Any,
 ) -> Exported:
     """Write a function of the notebook, with the definitions that it uses, as a script that ``torchrun`` runs.
 
@@ -85,20 +80,13 @@ def export(
         path: The script, as in ``"train.py"``.
         args: The function's positional arguments, as a tuple.
         kwargs: Its keyword arguments, as a dict.
-        num_processes: The number of ranks in the command; on a cluster, of each node. Default: as for a launch, with
-            the GPUs that the options of ``engine="slurm ..."`` ask for.
-        num_nodes: The number of nodes in the job file. Default: as for a launch.
-        engine: As for a launch. Options of ``"slurm --partition=gpu"`` that sbatch has go into the job file; other
-            engines are not part of the script. Default: ``"auto"``.
-        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): the script uses GPUs where it finds them.
-        backend: The backend of the process group. Default: gloo on CPUs; on GPUs nccl, and gloo for CPU tensors.
-        threads_per_rank: ``OMP_NUM_THREADS`` in the command. Default: torchrun's choice.
-        env: Environment variables in the command or job file.
-        max_restarts: torchrun's ``--max-restarts``. Default: 0.
-        timeout: Seconds that the job may take, for the job file. Default: None, the cluster's limit.
-        checks: Have torch compare every collective of the ranks. Default: False.
         sbatch: Also write a job file for Slurm beside the script, as ``train.sbatch``. Default: False.
         force: Replace files that exist. Default: False.
+        options: ``num_processes``, ``num_nodes``, ``engine``, ``device``, ``backend``, ``threads_per_rank``, ``env``,
+            ``max_restarts``, ``timeout`` and ``checks``, as for `notebook_launcher`. With ``engine="slurm ..."``,
+            options that sbatch has go into the job file, and `num_processes` is the number of GPUs that they ask for.
+            `threads_per_rank` is ``OMP_NUM_THREADS`` in the command, by default torchrun's choice; `timeout` is the
+            job's.
 
     Returns:
         An `Exported`: the files, the command that runs the script, and notes.
@@ -116,21 +104,9 @@ def export(
     call = _call(function, payload.args, payload.kwargs, names)
     names.note_missing()
     name = next(name for name in ("main", "run_rank", "_main") if name not in notebook)
-    return _write(
-        path,
-        names,
-        Main(call, frozenset(filled), name, None, device, backend),
-        sbatch,
-        force,
-        engine,
-        num_nodes,
-        num_processes=num_processes,
-        threads_per_rank=threads_per_rank,
-        env=env,
-        max_restarts=max_restarts,
-        timeout=timeout,
-        checks=checks,
-    )
+    checked = Options(**options)
+    main = Main(call, frozenset(filled), name, None, checked.device, checked.backend)
+    return _write(path, names, main, sbatch, force, checked)
 
 
 def export_cell(
@@ -141,11 +117,7 @@ def export_cell(
     *,
     sbatch: bool,
     force: bool,
-    engine: str | None = None,
-    num_nodes: int | None = None,
-    device: str | None = None,
-    backend: str | None = None,
-    **options: Any,
+    options: Options,
 ) -> Exported:
     """Write a cell as a script; see `export`.
 
@@ -153,7 +125,7 @@ def export_cell(
         cell: The cell.
         used: The names of the notebook that it uses.
         typed: The cell as the user wrote it, with the magic's line.
-        path: See `export`, with all other arguments. None of them: the default.
+        path: See `export`, with all other arguments.
     """
     notebook = host().notebook_names() or {}
     names = ExportedNames(host().cells(), notebook, PROVIDED)
@@ -164,9 +136,9 @@ def export_cell(
         raise PayloadError(f"`{name}`: the notebook has no such name: assign it in the cell")
     names.need(used)
     names.note_missing(binds)
-    main = Main(cell.source.strip("\n") or "pass", reads & {*FILLED_IN}, "", cell.ranks, device or "auto", backend)
-    given = {name: value for name, value in options.items() if value is not None}
-    return _write(path, names, main, sbatch, force, engine or "auto", num_nodes, **given)
+    text = cell.source.strip("\n") or "pass"
+    main = Main(text, reads & {*FILLED_IN}, "", cell.ranks, options.device, options.backend)
+    return _write(path, names, main, sbatch, force, options)
 
 
 def _statements(cell: CellSource) -> list[Statement]:
@@ -223,9 +195,7 @@ def _write(
     main: Main,
     sbatch: bool,
     force: bool,
-    engine: str,
-    num_nodes: int | None,
-    **options: Any,
+    options: Options,
 ) -> Exported:
     """Write the script, and its job file."""
     target = Path(path)
@@ -233,8 +203,8 @@ def _write(
         raise ArgumentError(f"path={str(path)!r}: must end with .py, as in train.py")
     if not target.parent.is_dir():
         raise ArgumentError(f"path={str(path)!r}: there is no folder {target.parent}")
-    asked = current.job_request(engine, num_nodes)
-    start = job_file.start_of(asked, device=main.device, backend=main.backend, **options)
+    asked = current.job_request(options.engine, options.num_nodes)
+    start = job_file.start_of(asked, options)
     body = script.statements_text(names.in_order())
     if "display" not in names.names and re.search(r"\bdisplay\(", f"{body}\n{main.text}"):
         body = f"{body}\n\n\ndisplay = print".lstrip("\n")

@@ -8,10 +8,10 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nblaunch.engines import current
 from nblaunch.engines.current import JobRequest
+from nblaunch.launch.options import Options
 from nblaunch.launch.plan import make_plan
 from nblaunch.machine.inventory import this_machine
 
@@ -75,29 +75,27 @@ class Start:
         return {**({} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}), **self.env}
 
 
-def start_of(
-    asked: JobRequest, *, num_processes: Any = None, device: Any = "auto", backend: Any = None, **options: Any
-) -> Start:
-    """Check the options of a launch. The GPUs need not be here: the script may run elsewhere."""
+def start_of(asked: JobRequest, options: Options) -> Start:
+    """Return how ranks with these options start. The GPUs need not be here: the script may run elsewhere."""
     machine = replace(this_machine(), free_descriptors=sys.maxsize)
     gpus = _gpus_per_node(asked)
-    if gpus and device != "cpu":
+    if gpus and options.device != "cpu":
         machine = replace(machine, gpus=gpus)
-    if device == "cuda" or backend == "nccl" or machine.gpus:
-        most = num_processes if type(num_processes) is int else 1
-        machine = replace(machine, gpus=max(machine.gpus, most))
-    plan = make_plan(
-        [machine] * asked.nodes,
-        current.engine,
-        num_processes=num_processes,
-        device=device,
-        backend=backend,
-        **options,
-    )
+    if options.device == "cuda" or options.backend == "nccl" or machine.gpus:
+        machine = replace(machine, gpus=max(machine.gpus, options.num_processes or 1))
+    plan = make_plan([machine] * asked.nodes, current.engine, options)
     own = {name: plan.env[name] for name in plan.named}
     nproc = plan.places[0].local_world_size
-    threads = options.get("threads_per_rank")
-    return Start(nproc, device, own, threads, plan.max_restarts, plan.timeout, asked.nodes, asked.options)
+    return Start(
+        nproc,
+        options.device,
+        own,
+        options.threads_per_rank,
+        options.max_restarts,
+        options.timeout,
+        asked.nodes,
+        asked.options,
+    )
 
 
 def notes(asked: JobRequest, sbatch: bool) -> list[str]:
