@@ -7,7 +7,8 @@ the data besides the sender's own, for any number of receivers, and each may wri
 
 from __future__ import annotations
 
-import functools
+import bisect
+import ctypes
 import mmap
 import os
 import pickle
@@ -20,15 +21,23 @@ from typing import Any, NamedTuple
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
 from nblaunch.machine.own_code import users_part
-from nblaunch.machine.segments import NoRoomError, Segment
-from nblaunch.transfer import pickling, tensors
+from nblaunch.machine.segments import NoRoomError, Region, Segment
+from nblaunch.transfer import pickling
 from nblaunch.transfer.definitions import LostReferenceError
-from nblaunch.transfer.outgoing import Outgoing, View
 from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.tensors import MIN_BUFFER_BYTES, MIN_SLICED_BYTES, BufferSink
+from nblaunch.wire import RANK
 from nblaunch.wire.channel import write_blob
 
 _MIN_CHECKED_BYTES = 1 << 20
 """A smaller pickle goes to memory, however short that is."""
+_MIN_VIEWED_BYTES = 1 << 20
+"""A ``bytes`` or ``bytearray`` of this size or more is not copied on its way into the blob."""
+_MAX_SMALL_BYTES = 1 << 20
+"""Once a pickle holds as much in buffers below `MIN_BUFFER_BYTES`, further ones leave it: of a list of many, each
+receiver would have its own copy."""
+_MIN_OF_MANY_BYTES = 512
+"""The smallest of those; what a receiver needs to find one takes 200 bytes."""
 
 
 class _Place(NamedTuple):
@@ -39,24 +48,112 @@ class _Place(NamedTuple):
     size: int
 
 
-class _StoragePart(NamedTuple):
-    """The part of a storage that a tensor refers to; offset and size in bytes."""
-
-    storage: _Place
-    offset: int
-    size: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """What the receiver of a parcel must know before it reads the pickle."""
 
     segments: int
     """How many there are."""
-    buffers: tuple[_Place | _StoragePart | int, ...]
+    buffers: tuple[_Place | int, ...]
     """For each buffer its place, or the index of a shared descriptor."""
     parts: tuple[str, ...]
     """The names of the objects that the pickle holds before the last, one after the other."""
+
+
+class _StandIn(bytearray):
+    """A buffer that stands for a descriptor."""
+
+    number = -1
+
+
+class Outgoing(BufferSink):
+    """A pickle, and the memory and descriptors that leave it.
+
+    Attributes:
+        sizes: Bytes by the name of a part.
+        lent: Owners of shared memory and descriptors, to be kept alive until the receiver has them.
+    """
+
+    def __init__(self, is_here: bool = True) -> None:
+        self.is_here, self.takes_gradients = is_here, RANK not in os.environ
+        self.stream: list[bytes | memoryview] = []
+        self.buffers: list[Region | int] = []
+        """Memory, or the index of a descriptor."""
+        self.descriptors: list[int] = []
+        self.lent: list[object] = []
+        self.sizes: dict[str, int] = {}
+        self.from_gpu = 0
+        self._owners: list[object] = []
+        """Keep the memory alive."""
+        self._storages: list[tuple[Any, Region]] = []
+        self._seen: set[Region] = set()
+        self._small_bytes = self._uncounted_bytes = 0
+
+    # -------------------------------------------------------------- called by the pickler
+    def write(self, data: Any, /) -> None:
+        self._uncounted_bytes += len(data)
+        is_large = len(data) >= _MIN_VIEWED_BYTES
+        self.stream.append(memoryview(data) if is_large else bytes(data))  # a bytearray with a view cannot be resized
+
+    def take(self, buffer: pickle.PickleBuffer, /) -> bool:
+        raw = buffer.raw()
+        if isinstance(raw.obj, _StandIn):
+            self.buffers.append(raw.obj.number)
+            return False
+        region = region_of(raw)
+        if self._is_small(region, raw.obj):
+            self._small_bytes += region.size
+            return True
+        self._owners.append(buffer)
+        self.buffers.append(region)
+        if region not in self._seen:
+            self._seen.add(region)
+            self._uncounted_bytes += region.size
+        return False
+
+    def _is_small(self, region: Region, owner: object) -> bool:
+        """Return True for memory that stays in the pickle. Parts of a large whole do not: others may overlap them."""
+        least = MIN_BUFFER_BYTES if self._small_bytes < _MAX_SMALL_BYTES else _MIN_OF_MANY_BYTES
+        if region.size >= least:
+            return False
+        storage = self._storages[-1][1] if self._storages else Region(0, 0)
+        whole = storage.size if storage.address <= region.address < storage.end else 0
+        return max(whole, getattr(getattr(owner, "base", None), "nbytes", 0)) < MIN_SLICED_BYTES or not region.size
+
+    def keep_storage(self, storage: Any) -> None:
+        self._storages.append((storage, _memory_of(storage)))
+
+    def keep_until_received(self, owner: object) -> None:
+        self.lent.append(owner)
+
+    def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
+        stand_in = _StandIn(1)
+        stand_in.number = len(self.descriptors)
+        self.descriptors.append(fd)
+        self.lent.append(owner)
+        return pickle.PickleBuffer(stand_in)
+
+    def count_from_gpu(self, size: int) -> None:
+        self.from_gpu += size
+
+    # -------------------------------------------------------------- called by `pack`
+    def count(self, name: str) -> None:
+        """Add to the size of a part what was pickled since the last call; a buffer that parts share counts once."""
+        self.sizes[name] = self.sizes.get(name, 0) + self._uncounted_bytes
+        self._uncounted_bytes = 0
+
+    def check_storages(self) -> None:
+        """Check that every storage still has its memory.
+
+        Raises:
+            BufferError: One was resized or freed.
+        """
+        for storage, memory in self._storages:
+            if _memory_of(storage) != memory:
+                raise BufferError(
+                    f"a tensor of {segments.in_words(memory.size)} was resized or freed while it was being packed, "
+                    "by another object's __reduce__ or __getstate__ or by another thread"
+                )
 
 
 class Parcel:
@@ -78,6 +175,29 @@ class Parcel:
 def _close(blob: int, held: list[object]) -> None:
     held.clear()  # a segment closes its descriptor unless the cache holds it too
     os.close(blob)
+
+
+def _memory_of(storage: Any) -> Region:
+    return Region(storage.data_ptr(), storage.nbytes())
+
+
+class _BufferInfo(ctypes.Structure):
+    """CPython's ``Py_buffer``."""
+
+    _fields_ = [
+        *(("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t)),
+        *(("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int)),
+        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
+    ]
+
+
+def region_of(data: object) -> Region:
+    """Return the memory of a contiguous object; the object must outlive the region."""
+    info = _BufferInfo()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(info), 0)
+    region = Region(info.buf or 0, info.len)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(info))
+    return region
 
 
 # ------------------------------------------------------------------ packing
@@ -123,26 +243,20 @@ def pack(
 def _assemble(outgoing: Outgoing, folder: Path | Callable[[], Path], parts: tuple[str, ...], is_cached: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
-    whole, views = outgoing.resolve()
+    # Buffers that overlap here must overlap in the receiver too.
+    whole = segments.merged([each for each in outgoing.buffers if isinstance(each, Region)])
     place = sent_data_cache.place if is_cached else segments.write
     placed = place(whole, _made(folder)) if whole else []
     used = list({id(each.segment): each.segment for each in placed}.values())
     numbers = {id(segment): number for number, segment in enumerate(used)}
 
-    def place_of(region: int, view: View) -> _Place | _StoragePart:
-        at = placed[region]
-        number, offset = numbers[id(at.segment)], view.span.address - whole[region].address
-        if not view.unit:
-            return _Place(number, at.offset + offset, view.span.size)
-        askew = offset % view.unit  # torch counts offsets in elements
-        storage = _Place(number, at.offset + askew, whole[region].size - askew)
-        return _StoragePart(storage, offset - askew, view.span.size)
+    def place_of(buffer: Region) -> _Place:
+        at = bisect.bisect_right(whole, buffer.address, key=lambda region: region.address) - 1
+        offset = placed[at].offset + buffer.address - whole[at].address
+        return _Place(numbers[id(placed[at].segment)], offset, buffer.size)
 
-    layout = _Layout(
-        len(used),
-        tuple(each if isinstance(each, int) else place_of(*each) for each in views),
-        parts,
-    )
+    buffers = tuple(each if isinstance(each, int) else place_of(each) for each in outgoing.buffers)
+    layout = _Layout(len(used), buffers, parts)
     head, size = pickle.dumps(layout, protocol=5), sum(map(len, outgoing.stream))
     in_folder = segments.find_room(size, _made(folder)) if size >= _MIN_CHECKED_BYTES else None
     blob = write_blob(head, *outgoing.stream, folder=in_folder)
@@ -174,17 +288,10 @@ def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
     last = 1 + layout.segments
     mapped = [segments.map_segment(fd, os.fstat(fd).st_size) for fd in fds[1:last]]
 
-    def at(place: _Place) -> memoryview:
+    def received(place: _Place | int) -> Any:
+        if isinstance(place, int):
+            return fds[last + place]
         return mapped[place.segment][place.offset : place.offset + place.size]
-
-    @functools.cache
-    def storage_at(place: _Place) -> Any:
-        return tensors.storage_of_buffer(at(place))
-
-    def received(part: _Place | _StoragePart | int) -> Any:
-        if isinstance(part, _StoragePart):
-            return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
-        return at(part) if isinstance(part, _Place) else fds[last + part]
 
     def load(unpickler: Any) -> Any:
         for name in layout.parts:

@@ -68,20 +68,6 @@ class Found:
     """Source files of pickled functions that exist in ``linecache`` only."""
 
 
-class Writable(Protocol):
-    """A file for a pickler."""
-
-    def write(self, data: bytes, /) -> object:
-        """Take the next bytes of the pickle."""
-
-
-class BufferTaker(tensors.BufferSink, Protocol):
-    """Takes the memory that leaves a pickle, and its out-of-band buffers."""
-
-    def take(self, buffer: pickle.PickleBuffer, /) -> object:
-        """Take a buffer; return True to leave it in the pickle."""
-
-
 class Home(Protocol):
     """What a pickler must know of kept ranks, which hold the notebook's names already."""
 
@@ -141,8 +127,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def __init__(
         self,
-        file: Writable,
-        buffers: BufferTaker | None = None,
+        file: tensors.BufferSink | io.BytesIO,
+        buffers: tensors.BufferSink | None = None,
         home: Home | None = None,
         take: Callable[[pickle.PickleBuffer], object] | None = None,
     ) -> None:
@@ -283,7 +269,7 @@ def describe(obj: Any) -> str:
 def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
     """Return the exception that pickling raises."""
     try:
-        Pickler(tensors.NULL_SINK, tensors.NULL_SINK, home).dump(obj)
+        Pickler(sink := tensors.BufferSink(), sink, home).dump(obj)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
         return error
     return None

@@ -22,8 +22,9 @@ from typing import Any
 from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling, text_names
 from nblaunch.transfer.parameters import PROVIDED
+from nblaunch.transfer.parcel import region_of
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.transfer.tensors import NULL_SINK, NullSink, is_sparse
+from nblaunch.transfer.tensors import BufferSink
 from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
@@ -126,7 +127,7 @@ class SentNames:
         for name, value in values.items():
             if name not in own:
                 collecting = _Digesting(round_, "", is_plain=True)
-                pickling.Pickler(NULL_SINK, NULL_SINK, collecting).dump(value)
+                pickling.Pickler(sink := BufferSink(), sink, collecting).dump(value)
                 round_.need(collecting.used)
                 plain += collecting.own
         digests = round_.digests
@@ -353,7 +354,7 @@ class _Packing:
         return owned.key, owned.name not in self._to_send and not self._sent.take_lost(owned.key)
 
 
-class _Hasher(NullSink):
+class _Hasher(BufferSink):
     """Takes a pickle and its buffers, and keeps their digest alone."""
 
     def __init__(self, sent: SentNames) -> None:
@@ -368,19 +369,12 @@ class _Hasher(NullSink):
         return None
 
     def take(self, buffer: pickle.PickleBuffer, /) -> object:
-        self._hash.update(buffer.raw())
+        self._hash.update(self._sent.digest_of(region_of(buffer.raw())))
         return None
 
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         status = os.fstat(fd)
         return pickle.PickleBuffer(b"%d %d" % (status.st_dev, status.st_ino))
-
-    def add_strided(self, array: Any, span: Region, unit: int = 0) -> pickle.PickleBuffer:
-        import numpy
-
-        if is_sparse(array, span):
-            return pickle.PickleBuffer(_hash(numpy.ascontiguousarray(array).view(numpy.uint8).data))
-        return pickle.PickleBuffer(self._sent.digest_of(span))
 
 
 def _hash(data: memoryview) -> bytes:

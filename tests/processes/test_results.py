@@ -127,13 +127,11 @@ def test_each_ranks_value_comes_back_in_the_order_of_ranks(launch: Launcher) -> 
     assert [log.out.name for log in result.logs] == ["rank0.out", "rank1.out", "rank2.out"]
 
 
-@conformance("forkserver", "spawn")
 def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher, few: int) -> None:
     args, kwargs = (1, "two", [3.0], {"four": (4,)}), {"lr": 0.1, "name": "é"}
     assert list(launch(echo, args, kwargs=kwargs, num_processes=few)) == [(args, kwargs)] * few
 
 
-@conformance("forkserver", "fork")
 def test_omitted_parameters_are_filled_in_and_given_ones_kept(launch: Launcher) -> None:
     assert list(launch(rank_and_device, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
     assert list(launch(rank_and_device, kwargs={"rank": 7, "device": "mine", "factor": 10})) == [
