@@ -64,8 +64,7 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _unseen([(name, namespace[name]) for name in names], namespace)
     anchor = _anchor(namespace, sorted(needed.union(names)))
-    operators = reducers.operators_in(cell.source)
-    return Payload(cell, (), {}, anchor, settings(), watched, operators, **effects_of_cells())
+    return Payload(cell, (), {}, anchor, settings(), watched, **effects_of_cells())
 
 
 def effects_of_cells() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from nblaunch.launch.payload import Shipment
 from nblaunch.launch.result import Sent
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.turn_queue import Ticket
-from nblaunch.transfer import parameters, pickling, reducers
+from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.sent_names import Gathered
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
@@ -45,9 +45,8 @@ def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Tick
     Raises:
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
-    operators = reducers.operators_in(cell.source)
-    payload = Payload(cell, (), {}, None, _settings(ranks), {}, operators, **payloads.effects_of_cells())
-    return _pack(payload, used, operators, ranks, ticket)
+    payload = Payload(cell, (), {}, None, _settings(ranks), {}, **payloads.effects_of_cells())
+    return _pack(payload, used, (), ranks, ticket)
 
 
 def pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:

@@ -35,16 +35,12 @@ _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
 _RESERVE_BYTES = 256 << 20
 """Memory or disk space to leave free for other processes."""
-_PAGE = mmap.PAGESIZE
 _LEFT_SHARE = 2
 """At least 1/2 of /dev/shm stays free: containers have 64 MB, which DataLoader workers and NCCL need too."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_gil = ctypes.PyDLL(None, use_errno=True)  # its calls do not release the interpreter's lock
-for _library in (_libc, _with_gil):
-    _library.mmap.restype = ctypes.c_void_p
-    _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_with_gil.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -342,29 +338,15 @@ def _write_segment(regions: Sequence[Region], folder: Path | None) -> list[Place
 
 
 # ------------------------------------------------------------------ mapping
-def map_segment(fd: int, size: int, *, is_shared: bool = False) -> memoryview:
-    """Map a segment and return its bytes, copy-on-write unless it is shared. The descriptor may be closed at once."""
+def map_segment(fd: int, size: int) -> memoryview:
+    """Map a segment copy-on-write and return its bytes. The descriptor may be closed at once."""
     # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results. So mmap only
     # reserves the addresses and owns them, and the segment is mapped over them.
     reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     here = ctypes.c_ubyte.from_buffer(reserved)
-    kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
-    try:
-        _map(ctypes.addressof(here), size, kind | _MAP_FIXED | _MAP_NORESERVE, fd)
-    finally:
-        del here
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    address = _libc.mmap(ctypes.addressof(here), size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    del here
+    if address == _MAP_FAILED:
+        raise OSError(error := ctypes.get_errno(), os.strerror(error))
     return memoryview(reserved)
-
-
-def move_page(address: int, fd: int) -> None:
-    """Move a page of this process into an empty file, shared. No other thread runs Python meanwhile."""
-    os.truncate(fd, _PAGE)
-    file = mmap.mmap(fd, _PAGE)
-    _with_gil.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(file)), address, _PAGE)
-    _map(address, _PAGE, mmap.MAP_SHARED | _MAP_FIXED, fd, _with_gil)
-
-
-def _map(address: int, size: int, flags: int, fd: int, libc: ctypes.CDLL = _libc) -> None:
-    if libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) == _MAP_FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))

@@ -71,8 +71,6 @@ def _by_value(self: ForkingPickler, obj: Any) -> Any:
             reduced = definitions.reduce_by_value(obj, reduced)
         make, made_of, *content = reduced
         return _make, (make, made_of, obj.__qualname__), *content
-    if kind is types.CodeType and (operators := reducers.operators_in(obj)):
-        return definitions.in_file, (obj.co_filename, *cloudpickle.Pickler.dispatch_table[kind](obj), operators)
     if kind in _COMPONENT_TYPES and kind not in self.dispatch_table:
         return cloudpickle.Pickler.dispatch_table[kind](obj)
     return NotImplemented

@@ -277,7 +277,7 @@ def set_state_if_new(definition: Any, content: tuple[Callable[[Any, Any], object
         set_state(definition, state)
 
 
-def in_file(filename: str, make: Callable[..., Any], parts: tuple[Any, ...], operators: object) -> types.CodeType:
-    """Make a code object from cloudpickle's `parts`, with this file name; its `operators` exist by now."""
+def in_file(filename: str, make: Callable[..., Any], parts: tuple[Any, ...]) -> types.CodeType:
+    """Make a code object from cloudpickle's `parts`, with this file name."""
     code: types.CodeType = make(*parts)
     return code.replace(co_filename=filename)

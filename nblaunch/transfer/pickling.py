@@ -175,7 +175,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file name: tracebacks would lose the cell
             make, parts = self.dispatch_table[types.CodeType](obj)
-            return definitions.in_file, (obj.co_filename, make, parts, reducers.operators_in(obj))
+            return definitions.in_file, (obj.co_filename, make, parts)
         kind = type(obj)
         if kind is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
             return importlib.import_module, (obj.__name__,)  # cloudpickle sends no module of a subclass

@@ -10,13 +10,9 @@ A reduction must be the same for an object that has not changed: sessions send a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import io
-import mmap
-import multiprocessing
 import os
-import sys
 import types
 import warnings
 import weakref
@@ -24,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context, reduction
 from typing import Any
 
-from nblaunch.machine import segments
 from nblaunch.transfer import definitions
 from nblaunch.transfer.tensors import BufferSink
 from nblaunch.wire import RANK
@@ -69,8 +64,6 @@ def wrapped_by(obj: Any) -> list[Any] | None:
         if obj.__code__ is _DISPATCHER:
             return list(obj.registry.values())  # type: ignore[attr-defined]  # singledispatch's
         return None if _compiler_of(obj) is None else [obj._torchdynamo_orig_callable]  # type: ignore[attr-defined]
-    if _is_operator(obj):
-        return [obj._init_fn]
     return None
 
 
@@ -193,10 +186,10 @@ def _parametrized(original: Any, names: tuple[str, ...]) -> Any:
 
 def _reduce_script(script: Any, sink: BufferSink | None) -> Reduced:
     on_gpu = any(each.is_cuda for each in getattr(script, "state_dict", dict)().values())
-    return _script, (script.save_to_buffer(), on_gpu, operators_in(str(getattr(script, "inlined_graph", ""))))
+    return _script, (script.save_to_buffer(), on_gpu)
 
 
-def _script(data: bytes, on_gpu: bool, operators: object) -> Any:
+def _script(data: bytes, on_gpu: bool) -> Any:
     import torch
 
     is_here = on_gpu and RANK in os.environ and torch.cuda.is_available()
@@ -211,103 +204,13 @@ def _reduce_exported(program: Any, sink: BufferSink | None) -> Reduced:
 
     file = io.BytesIO()
     torch.export.save(program, file)
-    return _exported, (file.getvalue(), operators_in(program.graph_module.code))
+    return _exported, (file.getvalue(),)
 
 
-def _exported(data: bytes, operators: object) -> Any:
+def _exported(data: bytes) -> Any:
     import torch
 
     return torch.export.load(io.BytesIO(data))
-
-
-def _reduce_graph(module: Any, sink: BufferSink | None) -> Reduced | None:
-    operators = operators_in(module.code)
-    return (_after, (operators, *module.__reduce_ex__(5)[:2])) if operators else None
-
-
-def _after(operators: object, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
-    """Make an object once its `operators` exist."""
-    return make(*made_of)
-
-
-# ------------------------------------------------------------------ torch's operators
-def _is_operator(obj: Any) -> bool:
-    return type(obj).__name__ == "CustomOpDef" and type(obj).__module__ == "torch._library.custom_ops"
-
-
-def _own_operators() -> Mapping[str, Any]:
-    """Return the custom operators of this process, by name."""
-    found: Mapping[str, Any] = getattr(sys.modules.get("torch._library.custom_ops"), "OPDEFS", {})
-    return found
-
-
-def operators_in(code: types.CodeType | str) -> tuple[Any, ...]:
-    """Return the custom operators of cells that code refers to as ``torch.ops.NAMESPACE.NAME``.
-
-    Args:
-        code: The code, or its source, or the graph of a script, which has ``NAMESPACE::NAME``.
-    """
-    if not isinstance(code, str) and "ops" not in code.co_names:
-        return ()
-
-    def uses(name: str) -> bool:
-        namespace, _, own = name.partition("::")
-        if isinstance(code, str):
-            return f"ops.{namespace}.{own}" in code or name in code
-        return {"ops", namespace, own}.issubset(code.co_names)
-
-    return _operators_of_cells(uses)
-
-
-def _operators_of_cells(is_wanted: Callable[[str], bool]) -> tuple[Any, ...]:
-    operators = sorted(_own_operators().items())
-    return tuple(op for name, op in operators if is_wanted(name) and definitions.is_sent_by_value(op._init_fn))
-
-
-def _reduce_operator(operator: Any, sink: BufferSink | None) -> Reduced:
-    """Reduce what `torch.library.custom_op` has made, with its kernels and rules."""
-    kernels = {
-        device: _closure_of(getattr(kernel, "__wrapped__", kernel)).get("fn", kernel)
-        for device, kernel in operator._backend_fns.items()
-    }
-    content = (
-        operator._init_fn,
-        kernels,
-        operator._abstract_fn,
-        (operator._backward_fn, operator._setup_context_fn),
-        dict(getattr(operator, "_torch_dispatch_fns", {})),
-        getattr(operator, "_vmap_fn", None),
-        {device: kind for device, kind in getattr(operator, "_autocast_dtype", {}).items() if kind is not None},
-    )
-    about = (operator._namespace, operator._name, operator._schema, tuple(getattr(operator, "_tags", None) or ()))
-    return _operator, about, content, None, None, _set_operator
-
-
-def _operator(namespace: str, name: str, schema: str, tags: tuple[Any, ...]) -> Any:
-    from torch._library.custom_ops import CustomOpDef
-
-    own = _own_operators().get(f"{namespace}::{name}")
-    if own is not None and RANK not in os.environ:
-        return own  # the notebook's, which comes back
-    return CustomOpDef(namespace, name, schema, _unset, tags)
-
-
-def _set_operator(operator: Any, content: tuple[Any, ...]) -> None:
-    if operator._init_fn is not _unset:
-        return
-    operator._init_fn, kernels, fake, (backward, setup), by_mode, vmap, autocast = content
-    for device, kernel in kernels.items():
-        operator.register_kernel(device)(kernel)
-    if fake is not None:
-        operator.register_fake(fake)
-    if backward is not None:
-        operator.register_autograd(backward, setup_context=setup)
-    for mode, rule in by_mode.items():
-        operator.register_torch_dispatch(mode)(rule)
-    if vmap is not None:
-        operator.register_vmap(vmap)
-    for device, kind in autocast.items():
-        operator.register_autocast(device, kind)
 
 
 def _reduce_overload(overload: Any, sink: BufferSink | None) -> Reduced:
@@ -315,36 +218,23 @@ def _reduce_overload(overload: Any, sink: BufferSink | None) -> Reduced:
 
 
 def _reduce_packet(packet: Any, sink: BufferSink | None) -> Reduced:
-    operator = _own_operators().get(packet._qualified_op_name)
-    is_cells = operator is not None and definitions.is_sent_by_value(operator._init_fn)
-    return _packet, (packet._qualified_op_name, operator if is_cells else None)
-
-
-def _packet(name: str, operator: Any) -> Any:
-    """Return the packet of ``torch.ops`` under this name; the operator has just been defined, if a cell defines it."""
-    import torch
-
-    namespace, _, own = name.partition("::")
-    return getattr(getattr(torch.ops, namespace), own)
+    return _in_ops, (packet._qualified_op_name,)
 
 
 def _reduce_namespace(namespace: Any, sink: BufferSink | None) -> Reduced:
-    return _namespace, (namespace.name, _operators_of_cells(lambda name: name.startswith(f"{namespace.name}::")))
+    return _in_ops, (namespace.name,)
 
 
-def _namespace(name: str, operators: object) -> Any:
-    """Return a namespace of ``torch.ops``, whose `operators` of cells have just been defined."""
+def _in_ops(name: str) -> Any:
+    """Return the operators under ``NAMESPACE`` or ``NAMESPACE::NAME`` of ``torch.ops``."""
     import torch
 
-    return getattr(torch.ops, name)
+    return functools.reduce(getattr, name.split("::"), torch.ops)
 
 
-def _refuse_library(library: Any, sink: BufferSink | None) -> Reduced:
-    raise RefusedError(
-        library,
-        "a torch.library.Library, whose operators exist in the notebook alone",
-        "define them with torch.library.custom_op, inside the function, or in a module that it imports",
-    )
+def _refuse_operators(obj: Any, sink: BufferSink | None) -> Reduced:
+    advice = "define it with torch.library.custom_op inside the function, or in a module that it imports"
+    raise RefusedError(obj, "an operator of torch that exists in the notebook alone", advice)
 
 
 # ------------------------------------------------------------------ multiprocessing
@@ -391,16 +281,12 @@ class Received:
 def as_for_child(sink: BufferSink | None) -> Iterator[None]:
     """Let queues, locks, pipes and managers' proxies be pickled in this thread, as for a child of the notebook."""
     before = context.get_spawning_popen()
-    if sink is not None and _may_share():
+    if sink is not None and RANK not in os.environ:
         context.set_spawning_popen(_Child(sink))  # type: ignore[arg-type]  # what is used of a Popen
     try:
         yield
     finally:
         context.set_spawning_popen(before)
-
-
-def _may_share() -> bool:
-    return RANK not in os.environ
 
 
 def _check_here(obj: Any, sink: BufferSink | None) -> None:
@@ -449,53 +335,14 @@ def _arena(size: int, received: Received) -> Any:
     return arena
 
 
-class _Page:
-    """The memory file that holds a semaphore."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        weakref.finalize(self, os.close, fd)
-
-
-_pages: weakref.WeakKeyDictionary[Any, _Page] = weakref.WeakKeyDictionary()
-"""By lock."""
-
-
-def _reduce_lock(lock: Any, sink: BufferSink | None) -> Reduced:
-    """Reduce a lock or semaphore: by its name, or, with the start method fork, by the memory that it is in."""
+def _check_lock(lock: Any, sink: BufferSink | None) -> None:
+    """Refuse a lock or semaphore without a name, which forked processes alone can share; else its pickling is right."""
     _check_shareable(lock, sink)
-    assert sink is not None
-    semaphore = lock._semlock
-    if semaphore.name is not None:
-        sink.keep_until_received(lock)
-        return _lock, (type(lock), semaphore.kind, semaphore.maxvalue, semaphore.name, None)
-    if not sys.platform.startswith("linux"):
+    if lock._semlock.name is None:
         advice = "create it with multiprocessing.get_context('spawn'), or use multiprocessing.Manager()"
-        raise RefusedError(lock, "which only forked processes can share here", advice)
-    if lock not in _pages:
-        # `sem_open` maps a page for each semaphore; the name in that page's file is gone, with the start method fork
-        advice = "create it with multiprocessing.get_context('spawn')"
-        if int.from_bytes(ctypes.string_at(semaphore.handle + 4, 4), sys.byteorder):  # `sem_t` counts who waits
-            raise RefusedError(lock, "which a thread or process waits for", f"launch once it does not, or {advice}")
-        children = [each for each in multiprocessing.active_children() if "Manager" not in each.name]
-        if any(isinstance(each, context.ForkProcess) for each in children):
-            raise RefusedError(lock, "which processes that the notebook has forked may share already", advice)
-        _pages[lock] = _Page(segments.create_file(mmap.PAGESIZE).leave_writable())
-        segments.move_page(semaphore.handle, _pages[lock].fd)
-    page = _Descriptor(_pages[lock].fd, sink)
-    return _lock, (type(lock), semaphore.kind, semaphore.maxvalue, None, page)
-
-
-def _lock(kind: Any, *about: Any) -> Any:
-    """Rebuild a lock or semaphore."""
-    *limits, name, received = about
-    lock, address, memory = kind.__new__(kind), 0, None
-    if received is not None:
-        memory = segments.map_segment(received._fd, mmap.PAGESIZE, is_shared=True)
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-    lock.__setstate__((address, *limits, name))
-    lock._memory = memory  # lives as long as the lock
-    return lock
+        raise RefusedError(lock, "which only forked processes can share", advice)
+    assert sink is not None
+    sink.keep_until_received(lock)
 
 
 def _refuse_process(process: Any, sink: BufferSink | None) -> Reduced:
@@ -576,14 +423,13 @@ _ROWS: dict[str, Row] = {
     "torch.jit._script.ScriptModule": _reduce_script,
     "torch.jit.torch.jit.ScriptFunction": _reduce_script,
     "torch.export.exported_program.ExportedProgram": _reduce_exported,
-    "torch.fx.graph_module.GraphModule": _reduce_graph,
     "torch.nn.modules.module.Module": _reduce_module,
-    "torch._library.custom_ops.CustomOpDef": _reduce_operator,
+    "torch._library.custom_ops.CustomOpDef": _refuse_operators,
     "torch._ops.OpOverload": _reduce_overload,
     "torch._ops.OpOverloadPacket": _reduce_packet,
     "torch._ops._OpNamespace": _reduce_namespace,
-    "torch.library.Library": _refuse_library,
-    "multiprocessing.synchronize.SemLock": _reduce_lock,
+    "torch.library.Library": _refuse_operators,
+    "multiprocessing.synchronize.SemLock": _check_lock,
     "multiprocessing.connection.Connection": _reduce_by_multiprocessing,
     "multiprocessing.heap.Arena": _reduce_arena,
     "multiprocessing.managers.BaseProxy": _reduce_proxy,

@@ -348,8 +348,6 @@ class Payload:
     settings: Settings
     watched: dict[str, Any]
     """Modules and containers to compare before and after, by name."""
-    operators: tuple[Any, ...] = ()
-    """torch's custom operators that a cell refers to by name: they exist once they are unpickled."""
     imports: Mapping[str, bool] = field(default_factory=dict)
     """Modules that cells have imported, for their effect: see `nblaunch.transfer.cell_effects`."""
     attributes: Mapping[tuple[str, str, str], Any] = field(default_factory=dict)

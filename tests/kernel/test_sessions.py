@@ -98,8 +98,8 @@ in_place = torch.nn.Linear(2, 1)
 in_place.compile(backend="eager")
 in_place(torch.ones(2)).sum().backward()
 reference = weakref.ref(normed)
-counts, lock = multiprocessing.Value("i", 0), multiprocessing.Lock()
-messages = multiprocessing.Queue()
+context = multiprocessing.get_context("spawn")
+counts, lock, messages = context.Value("i", 0), context.Lock(), context.Queue()
 
 @functools.singledispatch
 def kind_of(x):
@@ -108,16 +108,10 @@ def kind_of(x):
 @kind_of.register
 def _(x: int):
     return "int"
-
-@torch.library.custom_op("session_test::triple", mutates_args=())
-def triple(x: torch.Tensor) -> torch.Tensor:
-    return x * factor
-
-factor = 3.0
 """
 USED = """
 x = torch.ones(2)
-made = [compiled(x), scripted(x), torch.ops.session_test.triple(x), triple(x)]
+made = [compiled(x), scripted(x)]
 shapes = [len(exported.module()(x[None])), len(normed(x)), len(in_place(x))]
 with lock:
     counts.value += 1
@@ -129,7 +123,7 @@ gradient = in_place.bias.grad.item()
 
 def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     kernel.run(REBUILT).check()
-    was = ([4.0, 4.0, 6.0, 6.0], [1, 1, 1], "int", True, 1.0)
+    was = ([4.0, 4.0], [1, 1, 1], "int", True, 1.0)
     assert on_ranks(kernel, USED) == [was, was]
     again = kernel.run(f"%%distributed\n{USED}").check().text
     assert "sent" not in again

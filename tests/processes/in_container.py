@@ -110,7 +110,7 @@ def main(folder: Path) -> None:
     with nblaunch.session(2, name="contained") as session:
         said["in a session"] = [float(part.mean()) for part in session.run(fill, data, view="none")]
         said["again"] = [float(part.mean()) for part in session.run(fill, data, view="none")]
-    said["shared"] = launched(count, multiprocessing.Lock(), bytes(100_000_000))
+    said["shared"] = launched(count, multiprocessing.get_context("spawn").Lock(), bytes(100_000_000))
     children = launched(leave_a_child)
     eventually(lambda: all(map(has_ended, children)))
     said["interrupted"] = interrupted(folder)

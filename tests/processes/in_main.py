@@ -224,14 +224,9 @@ def cached_square(number: int) -> int:
     return square(number)
 
 
-@torch.library.custom_op("in_main::same", mutates_args=(), schema="(Tensor x) -> Tensor")
-def same(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
 class CachedSquares(Squares):
     def __getitem__(self, index: int) -> int:
-        return int(torch.ops.in_main.same(torch.tensor(cached_square(index))))
+        return cached_square(index)
 
 
 def _workers(method: str) -> None:
@@ -459,11 +454,7 @@ def a_local_class_comes_back_as_itself(**options: Any) -> None:
 
 
 def what_multiprocessing_shares_is_shared(**options: Any) -> None:
-    for context in (multiprocessing.get_context("fork"), of_torch.get_context("spawn")):
-        _share(context, options)
-
-
-def _share(context: Any, options: dict[str, Any]) -> None:
+    context: Any = of_torch.get_context("spawn")
     ranks = options["num_processes"]
     queue, simple, joinable = context.Queue(), context.SimpleQueue(), context.JoinableQueue()
     here, there = context.Pipe()
