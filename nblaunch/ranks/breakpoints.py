@@ -26,11 +26,7 @@ from nblaunch.wire.messages import Closed, Debugging, Look, Opened, OpenedBy, Pr
 
 
 class Breakpoints:
-    """See the module.
-
-    Args:
-        keyboard: Where the user types.
-    """
+    """See the module."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
@@ -46,7 +42,6 @@ class Breakpoints:
 
     # -------------------------------------------------------------- tasks
     def begin_task(self, debugging: Debugging) -> None:
-        """Install the hooks for a task."""
         self._keyboard.can_type, self._fails = debugging.can_type, debugging.fails
         self._has_noted.clear()
         bdb.Breakpoint.clearBreakpoints()  # those that the user has set in earlier tasks
@@ -120,11 +115,7 @@ class Breakpoints:
 
     # -------------------------------------------------------------- exceptions, and looks
     def examine(self, error: BaseException) -> None:
-        """Open the debugger on an exception, with its frames alive, until the user closes it.
-
-        Raises:
-            KeyboardInterrupt: The rank was interrupted.
-        """
+        """Open the debugger on an exception, with its frames alive, until the user closes it."""
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None and _is_ours(traceback.tb_frame):
             traceback = traceback.tb_next
@@ -174,7 +165,6 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's code; None if there is none."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -40,8 +40,6 @@ def _name_of(kind: Any) -> str:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group, and what was begun in it."""
-
     name: str
     members: str
     count: int = 0
@@ -75,7 +73,6 @@ class CollectiveLog:
         self._uncertain = 0
 
     def begun(self) -> CollectivesBegun:
-        """Return what was begun in the default process group."""
         if self._default is None:
             return CollectivesBegun(uncertain=self._uncertain)
         last = replace(self._default.last, count=self._default.count, time_ns=self._default.time_ns)
@@ -89,12 +86,7 @@ class CollectiveLog:
             self._rows.clear()
 
     def watch(self, group: Any, ranks: Any) -> None:
-        """Log the collectives of a new process group.
-
-        Args:
-            group: The group.
-            ranks: Its global ranks; empty for the default group.
-        """
+        """Log the collectives of a new process group of these global `ranks`; none: the default group."""
         if not ranks:
             self.end_groups()
         if self._rows is None:
@@ -120,7 +112,6 @@ class CollectiveLog:
         self._note(group, _name_of(call.name), call.input_tensors or call.output_tensors)
 
     def on_kernel(self, group: Any, name: str, tensors: list[Any]) -> None:
-        """Log a call that passes a kernel of `install_kernels`."""
         found = self._groups.get(group.group_name)
         if found is not None:
             self._note(found, name, tensors)
@@ -162,7 +153,6 @@ def _is_of_user(thread: int) -> bool:
 
 
 def _shown(tensors: int = 0, numel: int = 0, dtype: Any = None) -> str:
-    """Return the size of the first tensor, such as ``8 float32``."""
     more = f" and {tensors - 1} more" if tensors > 1 else ""
     return f"{numel} {str(dtype).removeprefix('torch.')}{more}" if tensors else ""
 
@@ -192,7 +182,6 @@ def install_kernels() -> None:
 
 
 def _kernel(operator: Any, below: Any) -> Callable[..., Any]:
-    """Return what logs the calls of an operator, and passes them on."""
     names = [argument.name for argument in operator._schema.arguments]
     group_at = names.index("process_group")
     inputs_at = next((at for at, name in enumerate(names) if name.startswith(("input", "tensors"))), None)
@@ -220,5 +209,4 @@ def cut_kernel(error: BaseException) -> None:
 
 
 def _flat(tensors: Any) -> list[Any]:
-    """Return the tensors of an argument: one, a list, or a list of lists."""
     return [each for some in tensors for each in _flat(some)] if isinstance(tensors, list) else [tensors]

@@ -48,12 +48,7 @@ class _Interrupted(BaseException):
 
 
 class RankDebugger(Pdb):
-    """The debugger of one thread.
-
-    Args:
-        keyboard: Where lines come from. The thread holds its turn while the debugger is open.
-        by: Why it opens.
-        command: Run this alone, and close. Default: the user types.
+    """The debugger of one thread, which holds the keyboard's turn while it is open. It may run one `command` alone.
 
     Attributes:
         is_open: It waits for a command, or runs one.
@@ -74,7 +69,6 @@ class RankDebugger(Pdb):
 
     # -------------------------------------------------------------- open and close
     def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
-        """Open, until the user goes on."""
         keyboard, link = self._keyboard, self._keyboard.link
         self._steps = False
         with keyboard.turn:
@@ -111,7 +105,6 @@ class RankDebugger(Pdb):
         return Opened(link.rank, link.task, self._by, *where, text, self._command)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Do not step into nblaunch, which has called the user's code."""
         return not _is_ours(frame) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
@@ -129,7 +122,6 @@ class RankDebugger(Pdb):
             raise _Interrupted from None
 
     def _await_the_stop(self) -> None:
-        """Wait for the kernel's interrupt, which ends every rank alike."""
         if threading.current_thread() is not threading.main_thread():
             raise KeyboardInterrupt
         while not self._keyboard.link.interrupted:
@@ -137,7 +129,6 @@ class RankDebugger(Pdb):
         raise KeyboardInterrupt  # it came between two lines of ours
 
     def preloop(self) -> None:
-        """Queue the command of a look that runs alone."""
         if self._command:
             self.cmdqueue += [self._command, "q"]
         super().preloop()
@@ -149,7 +140,6 @@ class RankDebugger(Pdb):
         return super().postcmd(stop, line)
 
     def print_stack_entry(self, *args: Any, **options: Any) -> None:
-        """Print where the rank is, unless one command is to run alone, or the breakpoint is silent."""
         if not (self._command or self._is_silent):
             super().print_stack_entry(*args, **options)
         self._is_silent = False
@@ -298,7 +288,6 @@ class RankDebugger(Pdb):
         self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")
 
     def _say_who_joins(self) -> None:
-        """Say that the next line waits for the other ranks, if it does."""
         frame, context = self.curframe, current()
         if self._by != "breakpoint" or frame is None or context is None or context.world_size < 2:
             return
@@ -321,12 +310,6 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _joined_call(source: str, names: Mapping[str, Any]) -> str:
-    """Return the name of a call in this line that waits for the other ranks; empty if there is none.
-
-    Args:
-        source: The line.
-        names: What its names stand for.
-    """
     is_ddp = any("DistributedDataParallel" in [kind.__name__ for kind in type(each).__mro__] for each in names.values())
     for call in re.findall(r"([A-Za-z_][\w.]*)\s*\(", source):
         first, *rest = call.split(".")
@@ -357,14 +340,12 @@ class Screen(io.TextIOBase):
         """Where other threads print."""
 
     def write(self, text: str, /) -> int:
-        """Print text."""
         if threading.get_ident() != self.thread:
             return int(self.others.write(text))
         self._parts.append(text)
         return len(text)
 
     def send(self) -> None:
-        """Send what was printed."""
         text = "".join(self._parts.popleft() for _ in range(len(self._parts)))
         if len(text) > _MAX_TEXT:
             text = f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters\n"
@@ -381,19 +362,15 @@ class ErrorScreen(io.TextIOBase):
         self._screen, self._others = screen, sys.stderr
 
     def write(self, text: str, /) -> int:
-        """Print text."""
         is_others = threading.get_ident() != self._screen.thread
         return int((self._others if is_others else self._screen).write(text))
 
 
 class Lines:
-    """The debugger's stdin."""
-
     def __init__(self, keyboard: Keyboard, screen: Screen, is_command: Callable[[], bool]) -> None:
         self._keyboard, self._screen, self._is_command = keyboard, screen, is_command
 
     def readline(self) -> str:
-        """Return what the user types; empty at the end of the input."""
         self._screen.send()
         with contextlib.suppress(EOFError):
             return self._keyboard.ask("", is_command=self._is_command()) + "\n"

@@ -46,7 +46,6 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def find_pools() -> None:
-    """Find the loaded BLAS and OpenMP libraries, once for all forked ranks."""
     global _pools
     from threadpoolctl import ThreadpoolController
 
@@ -107,9 +106,6 @@ def open_streams(spec: RankSpec | None = None) -> None:
     """Open line-buffered text streams on fds 0, 1 and 2, and make them ``sys.stdin`` and so on.
 
     Ranks keep the fork server's stream objects: modules that it imported may hold references to them.
-
-    Args:
-        spec: The spec of this rank. Default: this process is not a rank.
     """
     global _streams, drops, _max_log_bytes
     if spec is not None:
@@ -163,10 +159,7 @@ def keep_freed_memory(spec: RankSpec, *, in_thread: bool = False) -> None:
 
     By default activations and gradients go back to the system at each step, and the next step faults every page in
     again: 5 to 25% of the CPU time of small models. Any ``MALLOC_*`` or ``glibc.malloc.*`` is the user's setting.
-
-    Args:
-        spec: The rank's.
-        in_thread: A thread has forked this process, so its main thread allocates from that thread's arena.
+    `in_thread`: a thread has forked this process, so its main thread allocates from that thread's arena.
     """
     is_users = any(name.startswith("MALLOC_") for name in spec.env)
     if _mallopt is None or is_users or "glibc.malloc." in spec.env.get("GLIBC_TUNABLES", ""):
@@ -179,7 +172,6 @@ def keep_freed_memory(spec: RankSpec, *, in_thread: bool = False) -> None:
 
 
 def extend_path(path: Sequence[str]) -> None:
-    """Put entries that this rank's ``sys.path`` lacks in front."""
     sys.path[:0] = [entry for entry in path if entry not in sys.path]
 
 
@@ -195,7 +187,6 @@ def set_threads(threads: int) -> None:
 
 
 def apply_settings(settings: Settings) -> None:
-    """Apply the notebook's random states, flags, logging and warning filters."""
     if settings.authkey is not None:
         multiprocessing.process.current_process().authkey = settings.authkey
     if settings.python_rng is not None:

@@ -33,14 +33,7 @@ usual_hook: Any = sys.excepthook
 
 
 def describe(rank: int, task: int, error: BaseException, *, was_interrupted: bool = True) -> Failed:
-    """Return the message for an exception that user code raised.
-
-    Args:
-        rank: The rank.
-        task: The task's number.
-        error: The exception.
-        was_interrupted: Whether the rank was interrupted: else a KeyboardInterrupt is an exception like any other.
-    """
+    """Return the message for what user code raised. Without an interrupt, KeyboardInterrupt is like any exception."""
     kind, status = _kind(error)
     if kind == "interrupt" and not was_interrupted:
         kind = "exception"
@@ -62,7 +55,6 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
 
 
 def _advice(trace: str) -> str:
-    """Return what to do about a limit of this machine that an exception's traceback speaks of."""
     return shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else advice_on_threads(trace)
 
 
@@ -82,7 +74,6 @@ def call_hook(error: BaseException) -> None:
 
 
 def unsendable_result(rank: int, task: int, result: Any, error: Exception) -> Failed:
-    """Return the message for a result that cannot be pickled: which part of it, and why."""
     reason = pickling.explain(result, "result") or f"the result cannot be sent: {text_of(error)}"
     return Failed(rank, task, time.monotonic_ns(), "result", _type_name(type(error)), str(reason), _traceback(error))
 

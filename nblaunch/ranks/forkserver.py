@@ -39,16 +39,7 @@ _HUGE = 2 << 20
 
 
 def main(fd: int, kernel: int, tracker: int, preload: Sequence[str], ahead: Sequence[str], cwd: str) -> NoReturn:
-    """Run the fork server; never returns.
-
-    Args:
-        fd: The channel to the kernel.
-        kernel: The kernel's pid.
-        tracker: The descriptor of the kernel's resource tracker.
-        preload: Modules to import first.
-        ahead: Modules to import then, which ranks can import for themselves.
-        cwd: The working directory in which to import these.
-    """
+    """Run the fork server; never returns. `ahead`, in the folder `cwd`, it imports what ranks can import themselves."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if ahead:  # which may hang; the thread that has started this process waits for the end of it
         processes.die_with_parent(kernel)
@@ -73,7 +64,6 @@ def main(fd: int, kernel: int, tracker: int, preload: Sequence[str], ahead: Sequ
 
 
 def _imported(channel: Channel, preload: Sequence[str], ahead: Sequence[str], cwd: str) -> Hello:
-    """Import the modules; return the Hello that reports the result to the kernel."""
     begin, package, packages = time.monotonic(), "", frozenset[str]()
     problem = ""
     gc.disable()  # imports make hardly any garbage, and looking for it takes a sixth of the time
@@ -146,7 +136,6 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
 
 
 def fork_problem() -> str:
-    """Return why ranks must not be forked from this process; empty if they may."""
     threads = processes.thread_count()
     if threads > 1:
         return f"the preload left {threads} threads running, and forking them is not safe"
@@ -156,14 +145,6 @@ def fork_problem() -> str:
 
 
 class _Server:
-    """The state of the fork server's process once it serves. `serve` runs until it exits.
-
-    Args:
-        channel: To the kernel.
-        kernel: The kernel's pid.
-        kernel_pidfd: The kernel's pidfd; None where the system has none.
-    """
-
     def __init__(self, channel: Channel, kernel: int, kernel_pidfd: int | None) -> None:
         self.channel = channel
         self.kernel = kernel
@@ -198,11 +179,9 @@ class _Server:
         reaper.kill_descendants(self.children, self.is_reaper, lambda: None)
 
     def is_orphan(self, ready: Collection[object]) -> bool:
-        """Return True if the kernel has exited."""
         return self.kernel_pidfd in ready if self.kernel_pidfd is not None else os.getppid() != self.parent
 
     def select_timeout(self) -> float | None:
-        """Return the seconds until the end of an idle server or the next check of the kernel; None: wait for events."""
         due = [] if self.kernel_pidfd is not None else [timeouts.WATCH_POLL_S]
         if self.ends_when_idle():
             due.append(max(0.0, self.last_used + timeouts.SERVER_IDLE_TIMEOUT_S - time.monotonic()))
@@ -218,7 +197,6 @@ class _Server:
         return is_late and self.ends_when_idle() and not readable(self.channel)
 
     def start_reaper(self, control: int) -> None:
-        """Fork the reaper of a launch."""
         with socket.socket(fileno=control) as sock:
             watched = [self.kernel, os.getpid()]
             try:
@@ -243,7 +221,6 @@ class _Server:
             reaper.kill_descendants(self.children, self.is_reaper, lambda: None)
 
     def is_reaper(self, pid: int) -> bool:
-        """Return True for a reaper, which ends its own descendants."""
         return pid in self.reapers
 
     def shut_down(self) -> None:

@@ -66,7 +66,6 @@ class KernelChannel:
 
     @property
     def interrupted(self) -> bool:
-        """Return True if the current task has got its SIGINT."""
         return 0 < self.task == self._seen
 
     @property
@@ -75,7 +74,6 @@ class KernelChannel:
         return self.interrupted or self._asked >= self.task > 0
 
     def next_task(self) -> tuple[Task, list[int]] | None:
-        """Wait for the next task and its descriptors; None at EOF."""
         received = self._arriving.get()
         if received is not None:
             signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced it
@@ -96,9 +94,6 @@ class KernelChannel:
         """Send a message. An interrupt meanwhile takes effect right after it: a handler cannot send in its middle.
 
         Blocking the signal would not do: if another thread takes it, Python still runs the handler in this one.
-
-        Raises:
-            KeyboardInterrupt: The rank was interrupted meanwhile.
         """
         if os.getpid() != self.owner:
             return  # a forked child, such as a DataLoader worker, must not speak for its rank
@@ -169,7 +164,6 @@ class KernelChannel:
             self._take_effect()
 
     def _answer(self) -> None:
-        """Acknowledge the interrupt, and let it take effect."""
         self._answered = self._seen
         self.send(Interrupted(self.rank, self._seen))
         self._take_effect()
@@ -188,9 +182,6 @@ class KernelChannel:
 
 class Keyboard:
     """Takes what the user types in the notebook, for the debugger and ``input``. One thread at a time has it: `turn`.
-
-    Args:
-        link: The channel to the kernel.
 
     Attributes:
         turn: Held by the thread whose debugger or ``input`` is open. Reentrant.
@@ -219,12 +210,7 @@ class Keyboard:
 
     # -------------------------------------------------------------- lines
     def ask(self, prompt: str, *, is_secret: bool = False, is_command: bool = False) -> str:
-        """Wait until the user has typed a line, and return it. Hold `turn`.
-
-        Raises:
-            EOFError: The user has ended the input, or the task was interrupted while another thread waited.
-            KeyboardInterrupt: The task was interrupted.
-        """
+        """Wait until the user has typed a line, and return it. Hold `turn`."""
         link = self.link
         self._number, self._lines, self._is_let_go = self._number + 1, queue.SimpleQueue(), False
         link.send(Asked(link.rank, link.task, self._number, prompt, is_secret, is_command))
@@ -238,7 +224,6 @@ class Keyboard:
         return typed.line
 
     def _check_interrupt(self) -> None:
-        """Raise an error if no one waits for the line any more."""
         if self.link.channel.closed or self._is_let_go:
             raise EOFError("the input has ended")
         if threading.current_thread() is threading.main_thread():
@@ -248,7 +233,6 @@ class Keyboard:
             raise EOFError("the task was interrupted")
 
     def let_go(self) -> None:
-        """End the input of the thread that waits for a line, if one does."""
         self._is_let_go = True
         self._lines.put(None)
 
@@ -264,11 +248,7 @@ class Keyboard:
 
     # -------------------------------------------------------------- input()
     def input(self, prompt: object = "", *, is_secret: bool = False) -> str:
-        """Ask the user in the notebook, as ``input`` does.
-
-        Raises:
-            EOFError: No one can type here, as in papermill, or in a child process of the rank.
-        """
+        """Ask the user in the notebook, as ``input`` does."""
         text = str(prompt)
         call = f"{'getpass' if is_secret else 'input'}({text!r})"
         if not self.is_here:

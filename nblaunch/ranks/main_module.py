@@ -107,7 +107,6 @@ _namespace: dict[str, Any] = {}
 
 
 def prepare_shell() -> None:
-    """Create the shell in the fork server, once for all ranks."""
     importlib.import_module("nblaunch.ranks.rank_shell").rank_shell()
 
 
@@ -126,13 +125,11 @@ def install_shell(namespace: dict[str, Any]) -> None:
 
 
 def get_ipython() -> Any:
-    """Return this rank's shell, an `IPython.core.interactiveshell.InteractiveShell`."""
     importlib.import_module("IPython")  # which creates the shell in a spawned rank
     return importlib.import_module("nblaunch.ranks.rank_shell").rank_shell()
 
 
 def show_value(value: Any) -> None:
-    """Display the value of a cell."""
     get_ipython().displayhook(value)
 
 
@@ -165,7 +162,6 @@ def _enter() -> None:
 
 
 def _display(*objects: Any, **options: Any) -> Any:
-    """Display objects as IPython's function does. Import IPython first."""
     return importlib.import_module("IPython.display").display(*objects, **options)
 
 

@@ -15,11 +15,8 @@ from nblaunch.ranks import rank_display
 
 
 class FigureManager(FigureManagerBase):
-    """Shows figures in the notebook instead of in windows."""
-
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
-        """Show all open figures, and close them."""
         show_open_figures()
 
 
@@ -30,7 +27,6 @@ class FigureCanvas(FigureCanvasAgg):
 
 
 def show_open_figures() -> None:
-    """Show the figures of pyplot that are still open, and close them."""
     managers = _pylab_helpers.Gcf.get_all_fig_managers()
     try:
         for manager in managers:

@@ -37,9 +37,6 @@ _OF_ARRAYS = {"cupy", "jax", "jaxlib", "numpy", "pandas", "polars", "pyarrow", "
 class Namespace:
     """The names that live in one kept rank.
 
-    Args:
-        rank: The rank.
-
     Attributes:
         names: The globals of its tasks.
         main: Further definitions of the notebook's ``__main__``.
@@ -131,17 +128,14 @@ class Namespace:
         return name in self._notebooks and self._notebooks[name].is_value(self.names.get(name, _OfNotebook))
 
     def _is_changed(self, name: str) -> bool:
-        """Return True if this rank has changed the notebook's value in place, as far as that is seen."""
         return name in self.names and self._notebooks[name].content != content_of(self.names[name])
 
     # -------------------------------------------------------------- descriptions
     def describe(self) -> tuple[Bound, ...]:
-        """Return what is bound."""
         shown = [(name, value) for name, value in self._named().items() if _is_shown(name)]
         return tuple(_describe(name, value) for name, value in shown[-MAX_BOUND:])
 
     def private(self) -> tuple[str, ...]:
-        """Return the names that begin with an underscore."""
         return tuple(name for name in self._named() if name.startswith("_"))
 
     def _named(self) -> dict[str, Any]:
@@ -150,11 +144,6 @@ class Namespace:
         return {name: value for name, value in found if isinstance(name, str)}
 
     def answer(self, question: Question) -> Any:
-        """Answer a question of the kernel.
-
-        Raises:
-            Exception: The expression raised it.
-        """
         if question.kind == "value":
             return eval(question.text, self.names)
         if question.kind == "repr":
@@ -220,11 +209,9 @@ class Namespace:
         """Nothing to note: the names that it uses are dumped as well."""
 
     def alias_of(self, definition: object) -> str:
-        """Return none: definitions are dumped."""
         return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
-        """Return the key of what the notebook has sent, and of tensors and modules: names may have them in common."""
         torch = sys.modules.get("torch")
         key = self._keys.get(id(obj), "")
         if not key and torch is not None and isinstance(obj, (torch.Tensor, torch.nn.Module)):
@@ -244,18 +231,12 @@ class _OfNotebook:
             self._value = lambda: value
 
     def is_value(self, other: object) -> bool:
-        """Return True if the other is this value."""
         value = self._value()
         return value is other and (value is not None or not isinstance(self._value, weakref.ref))
 
 
 class _Probe:
-    """A `pickling.Home` that looks for an object.
-
-    Args:
-        names: The namespace.
-        describe: Returns words for an object that is looked for, and none for others.
-    """
+    """A `pickling.Home` that looks for the objects for which `describe` has words."""
 
     def __init__(self, names: dict[str, Any], describe: Callable[[object], str]) -> None:
         self.names, self._describe = names, describe
@@ -266,17 +247,14 @@ class _Probe:
         """Nothing to note: each name that it uses is looked at itself."""
 
     def alias_of(self, definition: object) -> str:
-        """Return none: content is looked at."""
         return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
-        """Look at the object."""
         self.found = self._describe(obj) or self.found
         return "", False
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the module that a DistributedDataParallel wraps; other values as they are."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(value), torch.nn.parallel.DistributedDataParallel):
         return value

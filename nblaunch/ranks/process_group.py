@@ -47,8 +47,6 @@ _BACKLOG = 1024
 
 @dataclass(slots=True)
 class _Home:
-    """This rank's rendezvous, and the groups and stores that it has made there."""
-
     world: World
     rank: int
     world_size: int
@@ -131,11 +129,7 @@ def _limit(world: World) -> float | None:
 
 
 def leave(*, is_last: bool = False) -> None:
-    """Destroy the default group, if any. May hang: send every message before.
-
-    Args:
-        is_last: Whether the rank exits: what it has begun then stays known. Default: False.
-    """
+    """Destroy the default group, if any. May hang: send every message before. At a rank's exit its log stays."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -332,7 +326,6 @@ def cut() -> None:
 
 
 def _connections(pid: int) -> list[tuple[int, Any, Any]]:
-    """Return descriptor, own address and peer's address of each established TCP connection of a process."""
     import psutil
 
     try:
@@ -483,7 +476,6 @@ def _interrupt_after(forking: _thread.LockType, thread: int) -> None:
 
 
 def _library_thread_runs() -> bool:
-    """Return True if a thread that Python did not start is running."""
     # without threading's lock, which the forking thread may hold
     known = [thread for thread in list(threading._active.values()) if type(thread) is not threading._DummyThread]  # type: ignore[attr-defined]
     own = {threading.get_native_id(), *(thread.native_id for thread in known)}
@@ -494,7 +486,6 @@ def _library_thread_runs() -> bool:
 
 
 def _state(task: str) -> bytes:
-    """Return a thread's state letter, such as ``R``; ``X`` if the thread is gone."""
     try:
         with open(f"/proc/self/task/{task}/stat", "rb", buffering=0) as file:
             return file.read(512).rpartition(b") ")[2][:1]

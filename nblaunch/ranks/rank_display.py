@@ -27,8 +27,6 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True)
 class _Kept:
-    """An output that the rank shows now."""
-
     display_id: str
     mime: str
     size: int
@@ -36,8 +34,6 @@ class _Kept:
 
 
 class _Outputs:
-    """What this rank shows."""
-
     def __init__(self) -> None:
         self.kept: dict[str, _Kept] = {}
         self.left_out = 0
@@ -48,7 +44,6 @@ class _Outputs:
         """The last count of outputs left out that was spooled."""
 
     def show(self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str) -> None:
-        """Append an output."""
         if self.clears_next:
             self.clear()
         if len(self.kept) >= limits.MAX_OUTPUTS:
@@ -57,12 +52,10 @@ class _Outputs:
             self._write(f"{os.getpid()}-{next(_numbers)}", data, metadata, display_id)
 
     def update(self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str) -> None:
-        """Replace the outputs with this id."""
         for key in [key for key, kept in self.kept.items() if kept.display_id == display_id]:
             self._write(key, data, metadata, display_id)
 
     def clear(self) -> None:
-        """Remove all outputs."""
         self.clears_next = False
         if self.kept or self.left_out:
             for key, kept in self.kept.items():
@@ -72,7 +65,6 @@ class _Outputs:
             self._spool(Cleared())
 
     def note_left_out(self) -> None:
-        """Report how many outputs were left out."""
         if self.left_out != self._noted:
             self._noted = self.left_out
             self._spool(LeftOut(self.left_out))
@@ -119,7 +111,6 @@ _outputs = _Outputs()
 
 
 def begin() -> None:
-    """Forget all outputs: the rank switches to another cell's log directory."""
     global _outputs
     _outputs = _Outputs()
 
@@ -133,7 +124,6 @@ def publish(
 
 
 def clear(*, wait: bool) -> None:
-    """Remove this rank's outputs; with `wait` just before the next output is shown."""
     if report.current() is not None:
         _outputs.clears_next = wait
         if not wait:
@@ -172,7 +162,6 @@ def _best(data: Mapping[str, Any]) -> tuple[str, bytes, str]:
 
 
 def _plain_text(data: Mapping[str, Any]) -> str:
-    """Return the text of a bundle; for JSON the JSON itself, else its types."""
     if "application/json" in data:
         with suppress(TypeError, ValueError):  # not JSON after all
             return json.dumps(data["application/json"], indent=2, ensure_ascii=False)
@@ -181,7 +170,6 @@ def _plain_text(data: Mapping[str, Any]) -> str:
 
 
 def _body(mime: str, value: Any) -> bytes | None:
-    """Return a value of a bundle as bytes; None if it is of a wrong type."""
     if mime in BITMAPS:
         if isinstance(value, bytes):
             return value

@@ -39,8 +39,6 @@ _NEEDS_THE_NOTEBOOK = frozenset({
 
 
 class _Publisher(DisplayPublisher):
-    """Sends what ``display`` shows to the notebook."""
-
     def publish(
         self,
         data: Any,
@@ -128,27 +126,16 @@ class RankShell(InteractiveShell):
         self.init_pushd_popd_magic()
 
     def begin_cell(self, source: str) -> None:
-        """Trigger the events of a cell's beginning."""
         self.events.trigger("pre_execute")
         self.events.trigger("pre_run_cell", ExecutionInfo(source, False, False, False, None))
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
-        """Run ``%magic_name line``.
-
-        Raises:
-            RuntimeError: The magic needs the notebook.
-        """
         _refuse(f"%{magic_name}")
         if magic_name in ("load_ext", "reload_ext") and line.strip() == "nblaunch":
             return None  # it starts launches, and a rank cannot
         return super().run_line_magic(magic_name, line, _stack_depth + 1)
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
-        """Run ``%%magic_name line`` on a cell.
-
-        Raises:
-            RuntimeError: The magic needs the notebook.
-        """
         _refuse(f"%%{magic_name}")
         return super().run_cell_magic(magic_name, line, cell)
 
@@ -159,7 +146,6 @@ class RankShell(InteractiveShell):
     system_piped = system_raw = system
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
-        """Run ``lines = !cmd``, and return its stdout and stderr."""
         text = self._run(self.var_expand(cmd, depth=depth + 1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         return SList(text.splitlines()) if split else LSString(text)
 
@@ -189,7 +175,6 @@ class RankShell(InteractiveShell):
         return text or ""
 
     def enable_matplotlib(self, gui: Any = None) -> tuple[str, str]:
-        """Show figures in the notebook, for ``%matplotlib`` with any backend."""
         import matplotlib
 
         matplotlib.use(MATPLOTLIB_BACKEND)

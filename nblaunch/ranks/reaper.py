@@ -48,13 +48,7 @@ _SPAWN = (
 
 
 def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> NoReturn:
-    """Run a reaper; never returns. Call it in a fresh child.
-
-    Args:
-        control: The channel to the kernel.
-        watched: Pids whose exit ends the launch.
-        rank_main: The main function of forked ranks.
-    """
+    """Run a reaper; never returns. Call it in a fresh child."""
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -83,8 +77,6 @@ def remove_files_of_killed_agent() -> None:
 
 
 class _Reaper:
-    """The state of one reaper process. `serve` runs until it exits."""
-
     def __init__(self, control: Channel, watched: Sequence[int], rank_main: RankMain) -> None:
         self.control = control
         self.rank_main = rank_main
@@ -127,7 +119,6 @@ class _Reaper:
         return {key.fileobj for key, _ in self.selector.select(timeout)}
 
     def is_orphan(self, ready: Collection[object]) -> bool:
-        """Return True if the kernel or the fork server has exited."""
         if any(fd in ready for fd in self.pidfds):
             return True
         return len(self.pidfds) < len(self.watched) and not all(map(processes.alive, self.watched))
@@ -160,7 +151,6 @@ class _Reaper:
         self.send(RankStarted(spec.rank, pid))
 
     def fork(self, spec: RankSpec, fd: int) -> int:
-        """Fork the rank, which keeps only this descriptor; return its pid."""
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -179,7 +169,6 @@ class _Reaper:
             os._exit(1)
 
     def spawn(self, spec: RankSpec, fd: int) -> int:
-        """Start the rank in a fresh interpreter; return its pid."""
         parent = os.getpid()
         tracker = named_resources.tracker()
         command = [sys.executable, "-c", _SPAWN, json.dumps([fd, tracker, spec.sys_path])]
@@ -235,16 +224,9 @@ def kill_descendants(
     """Kill and reap this process's descendants until none is left.
 
     Resource trackers come last: each unlinks leaked shared memory and exits once the last writer of its pipe is dead.
-
-    Args:
-        children: This process's watch.
-        spare: Return True for a process to leave alone, together with its descendants. Called in every round: such a
-            process may be adopted at any time. None: kill all descendants, and read the exits of all children.
-        on_exit: Called before children's exits are read here, to report them.
-        groups: Process groups to kill as well, for systems that cannot list descendants.
-
-    Returns:
-        The pids that did not exit within the timeout.
+    `spare` is asked in every round, as a process may be adopted at any time; without it, the exits of all children are
+    read. `on_exit` reports exits before they are read. `groups` are killed where descendants cannot be listed. Returned
+    are the pids that did not exit within the timeout.
     """
     deadline = time.monotonic() + timeouts.SWEEP_TIMEOUT_S
     trackers_kill_time = deadline - timeouts.TRACKER_KILL_TIMEOUT_S

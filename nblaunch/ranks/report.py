@@ -40,8 +40,6 @@ class Deferral(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """This rank's identity and files while user code runs."""
-
     rank: int
     local_rank: int
     world_size: int
@@ -61,12 +59,10 @@ _is_torn = False
 
 
 def current() -> Context | None:
-    """Return this rank's context; None outside a launch."""
     return _current
 
 
 def enter(context: Context | None) -> None:
-    """Set this rank's context. Called by the rank's main loop."""
     global _current
     _current = context
     _bars.clear()

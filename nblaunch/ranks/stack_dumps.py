@@ -94,11 +94,7 @@ def _never_begun(loader: object) -> Iterator[str]:
 
 
 def _age_of_unbegun(pid: int) -> float:
-    """Return the seconds since a DataLoader worker's fork; 0.0 once it handles SIGTERM, its first action.
-
-    Raises:
-        OSError: No such process.
-    """
+    """Return the seconds since a DataLoader worker's fork; 0.0 once it handles SIGTERM, its first action."""
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.split(":", 1) for line in file)
     if "Z" in status["State"] or int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:

@@ -64,7 +64,6 @@ LoadPayload = Callable[[list[int]], Payload]
 
 
 def prepare() -> None:
-    """Do once in the fork server what every rank needs, besides importing torch."""
     import cloudpickle  # noqa: F401  # ranks need it at once
 
     environment.find_pools()
@@ -92,7 +91,6 @@ def _forget_the_notebooks_exit() -> None:
 
 
 def forked(spec: RankSpec, sock: socket.socket) -> NoReturn:
-    """Run a rank in a child of the fork server's reaper."""
     _be_forked(spec, sock, _from_parcel)
 
 
@@ -153,7 +151,6 @@ def _from_parcel(fds: list[int]) -> Payload:
 
 # ------------------------------------------------------------------ tasks
 def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
-    """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
     named_resources.record_created(spec.scratch)
     collective_log.open(spec.scratch, spec.rank, spec.world_size)
@@ -287,7 +284,6 @@ def _work(
 
 
 def _send_failure(failed: Failed, link: KernelChannel) -> int:
-    """Send the failure; return the exit status."""
     if link.interrupted and failed.kind == "exception":  # the notebook raises the stop: only the log shows this
         with contextlib.suppress(Exception):  # the user may have replaced sys.stderr
             sys.stderr.write(failed.traceback)
@@ -313,7 +309,6 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
 
 
 def _user_threads() -> bool:
-    """Return True if other threads run. tqdm's monitor does not count."""
     return any(type(thread).__name__ != "TMonitor" for thread in set(threading.enumerate()) - {threading.main_thread()})
 
 
@@ -338,15 +333,7 @@ def _set_the_scene(payload: Payload, home: Namespace | None) -> None:
 
 # ------------------------------------------------------------------ the body of a task
 def _call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[str, ...]]:
-    """Run the payload in this rank.
-
-    Args:
-        payload: What to run.
-        home: The names of a kept rank. Default: the rank runs one task.
-
-    Returns:
-        Its return value, and the names of arguments and globals that it modified but did not return.
-    """
+    """Run the payload. Return its value, and the names of arguments and globals that it changed but did not return."""
     __tracebackhide__ = HIDES_OLDER_FRAMES
     context = current()
     assert context is not None
@@ -374,7 +361,6 @@ def _call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[s
 
 
 def _own_values(context: Context) -> dict[str, Any]:
-    """Return this rank's values of `parameters.FILLED_IN`."""
     import torch
 
     return {

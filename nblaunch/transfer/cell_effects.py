@@ -40,14 +40,7 @@ _imported: dict[Attribute, Any] = {}
 
 
 def imported_in(cells: Iterable[str]) -> dict[str, bool]:
-    """Return the modules that these cells have imported and that may have an effect; called in the notebook.
-
-    Args:
-        cells: The code of cells, in the order in which they ran.
-
-    Returns:
-        By name, in order of import: whether the module is the user's own, to be imported in any case.
-    """
+    """Return modules that cells have imported and that may have an effect; True: the user's own, for all ranks."""
     names = dict.fromkeys(name for cell in cells for name in effects_of(cell).imports)
     return {name: _is_own(name) for name in names if name in sys.modules and package_of(name) not in EFFECT_FREE}
 
@@ -56,10 +49,6 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
     """Return the attributes of modules and their classes that these cells have set, with their values of now.
 
     What cannot be sent is left out. An error that names it says so: see `nblaunch.launch.cell_changes`.
-
-    Args:
-        cells: The code of cells.
-        namespace: The notebook's names.
     """
     effects = [effects_of(cell) for cell in cells]
     targets: list[tuple[Any, str]] = []
@@ -80,7 +69,6 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
 
 
 def _found(path: str, namespace: Mapping[str, Any]) -> Any:
-    """Return what ``a.b.c`` refers to, if all of it are modules and classes; else None."""
     root, *more = path.split(".")
     found: Any = namespace.get(root)
     for part in more:
@@ -89,7 +77,6 @@ def _found(path: str, namespace: Mapping[str, Any]) -> Any:
 
 
 def _value_of(owner: Any, place: tuple[str, str], name: str) -> Any:
-    """Return an attribute as ranks need it."""
     value = _own(owner, name)
     own_name = ".".join(filter(None, (place[1], name)))
     if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) != (place[0], own_name):
@@ -110,11 +97,7 @@ def set_here(attributes: Mapping[Attribute, Any], *, is_kept: bool) -> None:
     """Set attributes as the notebook's cells did; called in ranks. One that fails is reported in the rank's log.
 
     Its module is imported, however long that takes: who imports it later would find it unchanged.
-
-    Args:
-        attributes: See `attributes_set_in`.
-        is_kept: The rank gets all attributes with each task. It sets those that differ from the last ones, for a cell
-            may have set the others here since.
+    A kept rank gets all with each task, and sets those that differ from the last ones: a cell may have set the others.
     """
     for place, value in attributes.items():
         module, owner, name = place
@@ -165,7 +148,6 @@ def import_here(modules: Mapping[str, bool]) -> None:
 
 
 def _is_own(name: str) -> bool:
-    """Return True for a module whose file is not in an installed package."""
     file = getattr(sys.modules[name], "__file__", None)
     return isinstance(file, str) and is_users(file) and not is_installed(os.path.dirname(os.path.abspath(file)))
 

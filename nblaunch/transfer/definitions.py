@@ -48,7 +48,6 @@ class LostReferenceError(LookupError):
 
 
 def look_up(module: str | None, name: str) -> Any:
-    """Return the object that a qualified name refers to in this process, or None. Empty: the module."""
     found: Any = sys.modules.get(module or "")
     for part in filter(None, name.split(".")):
         found = getattr(found, part, None)
@@ -86,12 +85,7 @@ def is_by_value(reduced: Any) -> bool:
 
 
 def reduce_by_value(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the reduction of a function or class that is sent by value.
-
-    Args:
-        definition: The function or class.
-        reduced: cloudpickle's reduction of it.
-    """
+    """Return the reduction of a function or class that is sent by value."""
     make, made_of, state, items, entries, set_state = reduced
     if make is cloudpickle.cloudpickle._make_skeleton_class and _has_slots_of_its_own(definition):
         # cloudpickle creates the class without its slots, and the state of instances would not fit.
@@ -117,7 +111,6 @@ def _has_name(definition: Any) -> bool:
 
 
 def _is_plain(function: types.FunctionType) -> bool:
-    """Return True if a function consists of code and globals alone."""
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
 
 
@@ -129,18 +122,11 @@ def set_home(names: dict[str, Any]) -> None:
 
 
 def home() -> dict[str, Any]:
-    """Return the globals of the notebook's functions in this process."""
     return {} if _home is None else _home
 
 
 def reduce_at_home(definition: Any, reduced: tuple[Any, ...], names: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the reduction of a definition that kept ranks hold, without its globals: the receiver has its own.
-
-    Args:
-        definition: The function or class.
-        reduced: The reduction that `reduce_by_value` returned.
-        names: The sender's namespace.
-    """
+    """Return the reduction of a definition that kept ranks hold, without its globals: the receiver has its own."""
     make, (maker, made_of, *known_by), (set_state, state), items, entries, _ = reduced
     if isinstance(definition, types.FunctionType) and definition.__globals__ is names:
         made_of = (made_of[0], _Home(), *made_of[2:])
@@ -167,7 +153,6 @@ class BoundFirst:
 
 
 def bind_at_home(name: str, value: Any) -> None:
-    """Bind a name in this kept rank."""
     home()[name] = value
 
 
@@ -191,7 +176,6 @@ def keep(key: str, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
 
 
 def kept_things() -> list[tuple[str, Any]]:
-    """Return the live objects that were sent under keys, by key."""
     return list(_kept.items())
 
 
@@ -210,11 +194,7 @@ def take_lost_keys() -> tuple[str, ...]:
 
 
 def kept(key: str) -> Any:
-    """Return the object that was sent under this key before.
-
-    Raises:
-        LostReferenceError: It is gone.
-    """
+    """Return the object that was sent under this key before."""
     try:
         return _kept[key]
     except KeyError:
@@ -270,7 +250,6 @@ def find_or_create(
 
 
 def set_state_if_new(definition: Any, content: tuple[Callable[[Any, Any], object], Any]) -> None:
-    """Set the state of a definition if `find_or_create` created it."""
     if definition in _unfinished:
         _unfinished.discard(definition)
         set_state, state = content

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 
 class _Flag(NamedTuple):
-    """A flag of a module: how to read it, and how to set it."""
-
     module: str
     read: Callable[[Any], Any]
     """Takes the module."""
@@ -64,7 +62,6 @@ FLAGS: dict[str, _Flag] = {
 
 
 def read_flags() -> dict[str, Any]:
-    """Return the flags of the modules that this process has imported, by name."""
     flags = {}
     for name, flag in FLAGS.items():
         module = sys.modules.get(flag.module)

@@ -27,22 +27,14 @@ _NO_NAME = (_KIND.VAR_POSITIONAL, _KIND.VAR_KEYWORD)
 
 
 def left_out(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parameters in FILLED_IN that `function` has and the call leaves out.
-
-    Raises:
-        TypeError: The function does not accept an argument.
-    """
+    """Return the parameters in FILLED_IN that `function` has and the call leaves out."""
     return _fit(function, args, kwargs)[1]
 
 
 def check(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int | None = None
 ) -> dict[str, Any]:
-    """Return the call's arguments by parameter name, without those that the ranks fill in.
-
-    Raises:
-        TypeError: The function cannot be called with them; the message is Python's, and says what `args` fill.
-    """
+    """Return the call's arguments by parameter name, without those that the ranks fill in."""
     called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004  # its code
     if any(map(inspect.iscoroutinefunction, (function, called))):
         raise TypeError("it is an async function, which ranks do not await: launch a function that calls asyncio.run")
@@ -52,11 +44,7 @@ def check(
 def complete(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a rank's call: those that were given, and the rank's `own` values for the others.
-
-    Raises:
-        TypeError: The function does not accept an argument.
-    """
+    """Return the arguments of a rank's call: those that were given, and the rank's `own` values for the others."""
     arguments, names = _fit(function, args, kwargs, own.get("world_size"))
     filled = {name: own[name] for name in names}
     parameters = _parameters(function)
@@ -68,7 +56,6 @@ def complete(
 
 
 def summary(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Describe arguments in an error: short values as they are, others by their type."""
     shown = ", ".join(map(_brief, args)) + "," * (len(args) == 1)
     named = ", ".join(f"{name!r}: {_brief(value)}" for name, value in kwargs.items())
     return f"args=({shown}), kwargs={{{named}}}"

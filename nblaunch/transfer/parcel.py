@@ -41,8 +41,6 @@ _MIN_OF_MANY_BYTES = 512
 
 
 class _Place(NamedTuple):
-    """A range of bytes in one of a parcel's segments."""
-
     segment: int
     offset: int
     size: int
@@ -61,8 +59,6 @@ class _Layout:
 
 
 class _StandIn(bytearray):
-    """A buffer that stands for a descriptor."""
-
     number = -1
 
 
@@ -143,11 +139,6 @@ class Outgoing(BufferSink):
         self._uncounted_bytes = 0
 
     def check_storages(self) -> None:
-        """Check that every storage still has its memory.
-
-        Raises:
-            BufferError: One was resized or freed.
-        """
         for storage, memory in self._storages:
             if _memory_of(storage) != memory:
                 raise BufferError(
@@ -182,8 +173,6 @@ def _memory_of(storage: Any) -> Region:
 
 
 class _BufferInfo(ctypes.Structure):
-    """CPython's ``Py_buffer``."""
-
     _fields_ = [
         *(("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t)),
         *(("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int)),
@@ -210,21 +199,10 @@ def pack(
     is_cached: bool = False,
     is_here: bool = True,
 ) -> Parcel:
-    """Pack the object that `build` returns.
+    """Pack the object that `build` returns; see `pickling.dump`.
 
-    Args:
-        build: Called with the definitions that the pickler finds in `parts`; see `nblaunch.transfer.pickling.dump`.
-        folder: Where to put files if memory is short, or what makes the place once there is something to put.
-        parts: Parts of the object, by name: their sizes are measured, and the receiver's errors name them. Default:
-            none.
-        home: See `nblaunch.transfer.pickling.Pickler`.
-        is_cached: Whether to send again what the cache of sent data holds, and keep what is new. Default: False.
-        is_here: Whether all receivers are on this machine: they map the files that this process has mapped. Default:
-            True.
-
-    Raises:
-        Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
-        NoRoomError: There is no room; its ``sizes`` are those of the parts.
+    The sizes of `parts` are measured, also for NoRoomError, and the receiver's errors name them. Memory that is short
+    makes files in `folder`. A cached parcel sends again what the cache of sent data holds.
     """
     outgoing = Outgoing(is_here)
     try:
@@ -269,12 +247,7 @@ def _made(folder: Path | Callable[[], Path]) -> Path:
 
 # ------------------------------------------------------------------ unpacking
 def unpack(fds: Sequence[int]) -> Any:
-    """Rebuild a packed object from its descriptors, and close them.
-
-    Raises:
-        PayloadError: A part could not be rebuilt; the message names it.
-        Exception: User code that unpickling runs raised it.
-    """
+    """Rebuild a packed object from its descriptors, and close them."""
     try:
         with _Stream(fds[0], 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as stream:
             return _rebuilt(stream, fds)

@@ -32,13 +32,7 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 class UnsendableError(Exception):
-    """An object cannot be pickled; the message names the part and the reason.
-
-    Args:
-        path: The part.
-        reason: Continues the message.
-        advice: What to do. Default: it depends on the launch.
-    """
+    """An object cannot be pickled; the message names the part and the reason."""
 
     def __init__(self, path: str, reason: str, advice: str = "") -> None:
         super().__init__(f"{path}{reason}")
@@ -46,12 +40,7 @@ class UnsendableError(Exception):
 
 
 class OfNotebookError(reducers.RefusedError):
-    """An object is of use in the notebook alone: its ``__reduce__`` raises this.
-
-    Args:
-        thing: The object.
-        what: Words for it, such as ``a session``.
-    """
+    """An object is of use in the notebook alone: its ``__reduce__`` raises this."""
 
     def __init__(self, thing: object, what: str) -> None:
         advice = "%%local on top of a cell of a session runs it in the notebook"
@@ -60,8 +49,6 @@ class OfNotebookError(reducers.RefusedError):
 
 @dataclass(slots=True)
 class Found:
-    """Definitions that a pickler met."""
-
     main: dict[str, Any] = field(default_factory=dict)
     """Classes and functions of ``__main__``, by qualified name."""
     files: set[str] = field(default_factory=set)
@@ -93,8 +80,6 @@ class ByItself:
 
 @dataclass(frozen=True, slots=True)
 class Unbuilt:
-    """Stands for an object that could not be rebuilt."""
-
     reason: str
 
 
@@ -118,11 +103,7 @@ class _LateDict:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle's pickler; it also notes definitions of ``__main__``, and pickles the memory of tensors once.
 
-    Args:
-        file: Where to write.
-        buffers: Takes the memory of large tensors and arrays. Default: it stays in the pickle.
-        home: For kept ranks. Default: definitions are sent with the globals that they use.
-        take: Called with each buffer in place of `buffers.take`. Default: None.
+    Without `home`, definitions are sent with the globals that they use. `take` gets buffers in place of `buffers`.
     """
 
     def __init__(
@@ -143,7 +124,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object; pickle calls this for each."""
         if type(obj) is ByItself:
             file, taken = io.BytesIO(), list[pickle.PickleBuffer]()
             Pickler(file, self._buffers, self._home, taken.append if self._buffers else None).dump(obj.value)
@@ -220,11 +200,7 @@ def late(content: Callable[[], Mapping[str, Any]]) -> Any:
 
 
 def dump(build: Callable[[Found], Any]) -> bytes:
-    """Pickle what `build` returns; it gets the notes that the pickler takes meanwhile.
-
-    Raises:
-        Exception: Pickling failed; `explain` gives the reason.
-    """
+    """Pickle what `build` returns; it gets the notes that the pickler takes meanwhile."""
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(build(pickler.found))
@@ -232,13 +208,7 @@ def dump(build: Callable[[Found], Any]) -> bytes:
 
 
 def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | None:
-    """Return why `obj` cannot be pickled, with the path of the part at fault; None if it can.
-
-    Args:
-        obj: The object.
-        name: The user's name for it, which begins the path.
-        home: See `Pickler`.
-    """
+    """Return why `obj` cannot be pickled, with the path of the part at fault; None if it can."""
     error = _attempt(obj, home)
     if error is None:
         return None
@@ -267,7 +237,6 @@ def describe(obj: Any) -> str:
 
 
 def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
-    """Return the exception that pickling raises."""
     try:
         Pickler(sink := tensors.BufferSink(), sink, home).dump(obj)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
@@ -376,5 +345,4 @@ def _brief(error: Exception) -> str:
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """Rebuild what `dump` wrote."""
     return pickle.loads(data)

@@ -31,13 +31,7 @@ _DISPATCHER = functools.singledispatch(lambda: None).__code__  # type: ignore[at
 
 
 class RefusedError(TypeError):
-    """An object cannot be sent.
-
-    Args:
-        thing: The object.
-        reason: Continues "x, ".
-        advice: What to do.
-    """
+    """An object cannot be sent. The reason continues "x, …"."""
 
     def __init__(self, thing: object, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -45,12 +39,7 @@ class RefusedError(TypeError):
 
 
 def row_of(kind: type, *, for_child: bool = False) -> Row | None:
-    """Return the reducer of the objects of a class, if it has a row.
-
-    Args:
-        kind: The class.
-        for_child: For a rank's own child, leave out the rows of what depends on the receiver's rank or is shared.
-    """
+    """Return the reducer of a class, if it has a row. For a rank's child, none that depends on the rank or shares."""
     names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
     rows = (_ROWS.get(name) for name in names if not (for_child and name.startswith(_NOT_FOR_CHILDREN)))
     return next((row for row in rows if row is not None), None)
@@ -226,7 +215,6 @@ def _reduce_namespace(namespace: Any, sink: BufferSink | None) -> Reduced:
 
 
 def _in_ops(name: str) -> Any:
-    """Return the operators under ``NAMESPACE`` or ``NAMESPACE::NAME`` of ``torch.ops``."""
     import torch
 
     return functools.reduce(getattr, name.split("::"), torch.ops)
@@ -263,17 +251,12 @@ class _Descriptor:
 
 
 class Received:
-    """A descriptor that arrived, as multiprocessing's rebuild functions expect it.
-
-    Args:
-        fd: The descriptor, which its owner closes once all is unpickled.
-    """
+    """A descriptor that arrived, as multiprocessing's rebuild functions expect it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def detach(self) -> int:
-        """Return a duplicate."""
         return os.dup(self._fd)
 
 
@@ -305,7 +288,6 @@ def _check_shareable(obj: Any, sink: BufferSink | None) -> None:
 
 
 def _reduce_by_multiprocessing(obj: Any, sink: BufferSink | None) -> Reduced:
-    """Reduce a pipe's end or shared memory as multiprocessing does for its children."""
     _check_shareable(obj, sink)
     reduced: Reduced = reduction.ForkingPickler._extra_reducers[type(obj)](obj)  # type: ignore[attr-defined]
     return reduced
@@ -318,7 +300,6 @@ def _reduce_proxy(proxy: Any, sink: BufferSink | None) -> None:
 
 
 def _reduce_ctypes(obj: Any, sink: BufferSink | None) -> Reduced | None:
-    """Reduce a value of `multiprocessing.sharedctypes`."""
     return _reduce_by_multiprocessing(obj, sink) if hasattr(obj, "_wrapper") else None
 
 

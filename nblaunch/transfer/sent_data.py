@@ -40,15 +40,7 @@ class SentDataCache:
         self._wake = threading.Event()
 
     def place(self, regions: Sequence[Region], folder: Path) -> list[Placed]:
-        """Put regions into segments, cached ones where their content is the same.
-
-        Args:
-            regions: They do not overlap.
-            folder: Where to put a file if memory is short.
-
-        Raises:
-            NoRoomError: There is no room.
-        """
+        """Put regions into segments, cached ones where their content is the same."""
         budget(0)  # report a bad setting before copying
         with self._lock:
             placed = {region: known for region in regions if (known := self._same(region)) is not None}
@@ -77,7 +69,6 @@ class SentDataCache:
 
     @property
     def size(self) -> int:
-        """Bytes in the cache."""
         with self._lock:
             return sum(segment.size for segment in self._kept)
 
@@ -95,7 +86,6 @@ class SentDataCache:
         return None if segment is None or not segment.equals(offset, region) else Placed(segment, offset, False)
 
     def _evict(self, most: int) -> None:
-        """Evict the least recently used segments beyond `most` bytes."""
         sizes = itertools.accumulate(segment.size for segment in self._kept[:_MAX_SEGMENTS])
         self._kept = self._kept[: sum(size <= most for size in sizes)]
 
@@ -126,15 +116,7 @@ class SentDataCache:
 
 
 def budget(kept: int) -> int:
-    """Return the bytes that may be cached: ``$NBLAUNCH_KEEP_BYTES``, else 1/10 of the memory free without the cache.
-
-    Args:
-        kept: Bytes in the cache now.
-
-    Raises:
-        ArgumentError: The variable is not a number.
-        OSError: Free memory could not be read.
-    """
+    """Return the bytes that may be cached: ``$NBLAUNCH_KEEP_BYTES``, else 1/10 of the memory free without the cache."""
     chosen = os.environ.get("NBLAUNCH_KEEP_BYTES")
     if not chosen:
         return (free_memory() + kept) // _BUDGET_SHARE

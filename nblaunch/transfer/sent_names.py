@@ -56,14 +56,7 @@ class Gathered:
 
 
 class SentNames:
-    """See the module. Tasks may be gathered in several threads at once.
-
-    Args:
-        names: The notebook's namespace.
-        ranks: The number of ranks.
-        is_here: Whether they are on this machine, where they map the files that the notebook has mapped. Such a file
-            counts by its identity. Default: True.
-    """
+    """See the module. Several threads may gather tasks at once. A file that ranks map counts by its identity."""
 
     def __init__(self, names: dict[str, Any], ranks: int, is_here: bool = True) -> None:
         self.names, self.is_here = names, is_here
@@ -92,17 +85,10 @@ class SentNames:
         *,
         is_idle: bool = True,
     ) -> Gathered:
-        """Return what a task must send.
+        """Return what a task must send for `names`, and for the globals of `code`, to the ranks that are alive.
 
-        Args:
-            names: The names that it uses itself.
-            code: Functions and arguments, whose globals it uses too.
-            present: The ranks that are alive.
-            bound: Names that ranks have bound themselves: one that cannot be sent is left to them.
-            is_idle: Whether no task runs or queues. Else every name is sent, and the ranks bind what has changed.
-
-        Raises:
-            Exception: A value cannot be pickled; `nblaunch.transfer.pickling.explain` gives the reason.
+        Names that ranks have bound themselves may be unsendable: they are left to them. Unless no task runs or queues
+        (`is_idle`), every name is sent, and the ranks bind what has changed.
         """
         for name in self._owned_by.keys() - self.names.keys():  # deleted in the notebook
             self._disown(name)
@@ -144,7 +130,6 @@ class SentNames:
         self._take_owned(name)
 
     def _take_owned(self, name: str) -> dict[int, _Owned]:
-        """Remove and return what a name owns."""
         found = self._owned_by.pop(name, {})
         for at, owned in found.items():
             if self._owned.get(at) is owned:
@@ -152,7 +137,6 @@ class SentNames:
         return found
 
     def token_of(self, definition: Any) -> int:
-        """Return a number that stands for this function or class, and for no other."""
         if definition not in self._tokens:
             self._tokens[definition] = next(self._next_token)
         return self._tokens[definition]
@@ -177,7 +161,6 @@ class SentNames:
                 del had[name]
 
     def forget(self, rank: int) -> None:
-        """Forget what a rank had: another process takes its place."""
         self._had[rank] = {}
         self._lost[rank] = set()
 
@@ -244,11 +227,9 @@ class _Round:
                 self._digest(name, is_hint)
 
     def scan(self, value: Any) -> None:
-        """Digest the names that a value uses."""
         self._dump("", value)
 
     def sent_name(self, name: str) -> SentName:
-        """Return what is sent for a name."""
         return SentName(self.sent.names[name], self.digests[name], holds=tuple(self.holds.get(name, ())))
 
     def visit(self, definition: type, root: str) -> None:
@@ -280,7 +261,6 @@ class _Round:
 
 
 def _is_kept(obj: object) -> bool:
-    """Return True for what ranks keep under a key: tensors and modules."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, (torch.Tensor, torch.nn.Module))
 
@@ -344,7 +324,6 @@ class _Packing:
         """Nothing to note: the names are known."""
 
     def alias_of(self, definition: object) -> str:
-        """Return none: definitions are sent."""
         return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:

@@ -56,12 +56,7 @@ class BufferSink:
 
 
 def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
-    """Return the reduction of a storage, tensor or array whose memory is sent out of band, else None.
-
-    Args:
-        obj: Any object.
-        buffers: Takes the memory; None for a pickle that holds everything.
-    """
+    """Return the reduction of a storage, tensor or array whose memory is sent out of band, else None."""
     torch = sys.modules.get("torch")
     is_tensor = torch is not None and hasattr(torch, "Tensor") and isinstance(obj, torch.Tensor)
     if is_tensor and buffers is not None and buffers.takes_gradients and obj.requires_grad and obj.is_leaf:
@@ -201,7 +196,6 @@ def storage_of(buffer: bytes | bytearray | memoryview) -> Any:
 
 
 def shared_storage(fd: int, size: int) -> Any:
-    """Attach a storage in shared memory by its descriptor."""
     import torch
 
     _received.add(_identity(fd))
@@ -210,7 +204,6 @@ def shared_storage(fd: int, size: int) -> Any:
 
 
 def named_shared_storage(*handle: Any) -> Any:
-    """Attach a storage in shared memory by its name."""
     import torch
 
     kind: Any = torch.UntypedStorage  # torch's stubs lack the next method
@@ -294,11 +287,6 @@ def _reduce_map(array: Any) -> tuple[Any, ...] | None:
 
 
 def mapped(kind: Any, filename: str, identity: Any, dtype: Any, mode: Any, offset: int, shape: Any, order: Any) -> Any:
-    """Map a part of a file.
-
-    Raises:
-        ValueError: It is no longer the same file, or shorter: a mode other than ``r`` would lengthen it.
-    """
     import numpy
 
     if _identity(filename) != identity:

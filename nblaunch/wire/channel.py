@@ -59,11 +59,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send one message. Blocks while the other end is slow, or too many descriptors are in flight.
-
-        Raises:
-            OSError: The other end is closed.
-        """
+        """Send one message. Blocks while the other end is slow, or too many descriptors are in flight."""
         deadline = time.monotonic() + timeouts.FDS_TAKEN_TIMEOUT_S
         try:
             self.post(message, fds)
@@ -89,9 +85,6 @@ class Channel:
         """Send the queue. Return False if messages remain because too many of this user's descriptors are in flight.
 
         On Linux, only root may have more descriptors in flight than ``ulimit -n``.
-
-        Raises:
-            OSError: The other end is closed.
         """
         while self._posted:
             data, fds = self._posted[0]
@@ -124,11 +117,7 @@ class Channel:
         self._read(socket.MSG_DONTWAIT)
 
     def drain(self) -> Iterator[tuple[object, list[int]]]:
-        """Yield the messages that are complete, each with its descriptors.
-
-        Raises:
-            LostDescriptorsError: A message arrived without its descriptors.
-        """
+        """Yield the messages that are complete, each with its descriptors."""
         while len(self._bytes) >= _HEADER.size:
             size, count = _HEADER.unpack_from(self._bytes)
             end = _HEADER.size + size
@@ -212,12 +201,7 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 
 # ------------------------------------------------------------------ blobs
 def write_blob(*parts: bytes | bytearray | memoryview, folder: Path | None = None) -> int:
-    """Return a descriptor of an anonymous, sealed file that holds these bytes.
-
-    Args:
-        parts: The bytes.
-        folder: Put the file on disk, in this folder. Default: in memory.
-    """
+    """Return a descriptor of an anonymous, sealed file that holds these bytes: in memory, or on disk in `folder`."""
     views = [memoryview(part).cast("B") for part in parts]
     draft = segments.create_file(sum(map(len, views)), folder)
     try:

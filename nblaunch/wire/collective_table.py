@@ -53,17 +53,11 @@ class Begun:
 
     @property
     def is_transfer(self) -> bool:
-        """Return True for a point-to-point operation, which is not counted."""
         return self.call.upper() in POINT_TO_POINT
 
 
 class CollectiveTable:
-    """The rows of all ranks of a group; for the kernel, which reads them.
-
-    Args:
-        scratch: The temporary folder of the ranks.
-        ranks: The number of ranks.
-    """
+    """The rows of all ranks of a group; for the kernel, which reads them."""
 
     def __init__(self, scratch: str, ranks: int) -> None:
         self._file = open_table(collective_rows(scratch), ranks * _BLOCK)
@@ -83,21 +77,14 @@ class CollectiveTable:
         return None
 
     def clear(self, rank: int) -> None:
-        """Forget what a rank has begun: another process takes its place."""
         os.pwrite(self._file.fileno(), bytes(_BLOCK), rank * _BLOCK)
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._file.close()
 
 
 class CollectiveRows:
-    """The rows of one rank, which writes them. Nothing here raises: counting must never fail a collective.
-
-    Args:
-        scratch: The temporary folder of the ranks.
-        rank: The rank.
-    """
+    """The rows of one rank, which writes them. Nothing here raises: counting must never fail a collective."""
 
     def __init__(self, scratch: str, rank: int) -> None:
         self._map: mmap.mmap | None = None
@@ -109,7 +96,6 @@ class CollectiveRows:
         self._base, self._owner = rank * _BLOCK, os.getpid()
 
     def clear(self) -> None:
-        """Empty all rows: the process groups were destroyed."""
         if self._map is not None and os.getpid() == self._owner:
             self._map[self._base : self._base + _BLOCK] = bytes(_BLOCK)
         self._groups, self._versions = {}, [0] * ROWS
@@ -145,17 +131,14 @@ class CollectiveRows:
         _VERSION.pack_into(self._map, at, version)
 
     def _free_row(self) -> int:
-        """Take the row of the group whose last use was first."""
         return self._groups.pop(next(iter(self._groups)))
 
 
 def fitting(members: str) -> str:
-    """Return the ranks of a group as they fit into a row; `UNKNOWN` if they do not."""
     return members if len(members) <= _MAX_MEMBERS else UNKNOWN
 
 
 def in_ranges(ranks: Iterable[int]) -> str:
-    """Return ranks as text, such as ``0-3,6``."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and rank == found[-1][-1] + 1:

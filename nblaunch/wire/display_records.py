@@ -80,7 +80,6 @@ _KINDS: dict[Literal["show", "clear", "left_out"], type[DisplayRecord]] = {
 
 
 def to_line(record: DisplayRecord) -> dict[str, Any]:
-    """Return a record as a line of the spool."""
     kind = next(kind for kind, cls in _KINDS.items() if type(record) is cls)
     return {_FIELD: kind, **dataclasses.asdict(record)}
 
@@ -108,5 +107,4 @@ def _is_valid(record: DisplayRecord) -> bool:
 
 
 def is_display(line: Mapping[str, Any]) -> bool:
-    """Return True for a line that holds one of these records."""
     return _FIELD in line

@@ -33,8 +33,6 @@ _MAX_LOG_BYTES = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What one rank has dropped."""
-
     output: int = 0
     """Bytes of stdout and stderr."""
     reports: int = 0
@@ -59,24 +57,17 @@ class Dropped:
 
 
 class Table:
-    """The counters of all ranks of a launch; for the kernel, which reads them.
-
-    Args:
-        scratch: The launch's temporary folder, often on another disk than the logs.
-        ranks: The number of ranks.
-    """
+    """The counters of all ranks of a launch; for the kernel, which reads them."""
 
     def __init__(self, scratch: str, ranks: int) -> None:
         self._file = open_table(drop_counters(scratch), ranks * _BLOCK)  # read after the folder is removed
 
     def read(self, rank: int) -> Dropped:
-        """Return what a rank has dropped so far."""
         rows = list(_ROW.iter_unpack(os.pread(self._file.fileno(), _BLOCK, rank * _BLOCK)))
         out, err, reports, _ = map(sum, zip(*rows, strict=True))
         return Dropped(out + err, reports, max(row[3] for row in rows))
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._file.close()
 
 
@@ -108,11 +99,7 @@ class Counter:
 
 
 def log_limit(env: Mapping[str, str]) -> int | None:
-    """Return the maximum size of each log in bytes, ``$NBLAUNCH_MAX_LOG_BYTES``, else 1 GB; None for no limit.
-
-    Raises:
-        ArgumentError: The variable is not a number.
-    """
+    """Return the maximum size of each log in bytes, ``$NBLAUNCH_MAX_LOG_BYTES``, else 1 GB; None for no limit."""
     chosen = env.get(_LIMIT)
     if not chosen:
         return _MAX_LOG_BYTES

@@ -22,27 +22,22 @@ LOCK = "live"
 
 
 def rank_file(log_dir: Directory, rank: int, kind: RankFile) -> Path:
-    """Return the path of one file of a rank in the log directory."""
     return Path(log_dir, f"rank{rank}.{kind}")
 
 
 def output_file(log_dir: Directory, rank: int, key: str, suffix: str) -> Path:
-    """Return the path of what a rank has displayed, such as a figure."""
     return Path(log_dir, f"rank{rank}-output{key}.{suffix}")
 
 
 def stacks_pipe(scratch: Directory, rank: int) -> Path:
-    """Return the path of the FIFO that asks a rank for its stacks."""
     return Path(scratch, f"rank{rank}.ask")
 
 
 def drop_counters(scratch: Directory) -> Path:
-    """Return the path of the table that counts what ranks could not write."""
     return Path(scratch, "drops")
 
 
 def collective_rows(scratch: Directory) -> Path:
-    """Return the path of the table of the ranks' collectives."""
     return Path(scratch, "collectives")
 
 
@@ -56,9 +51,6 @@ def acquire_lock(directory: Path) -> int | None:
 
     Creating and removing a directory take the same steps: open the lock file (creating it), lock it, and check that
     the name still refers to it. So neither can slip between the steps of the other.
-
-    Raises:
-        OSError: The lock file cannot be opened or locked; see `NO_LOCKS`.
     """
     path = directory / LOCK
     try:
@@ -79,7 +71,6 @@ def acquire_lock(directory: Path) -> int | None:
 
 
 def release_lock(fd: int) -> None:
-    """Release the lock and close its descriptor."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked process may hold a copy, and with it the lock
     finally:
@@ -103,10 +94,8 @@ class DumpHead:
     """The main thread, as dumps name it."""
 
     def to_line(self) -> bytes:
-        """Return the line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> DumpHead:
-        """Return the head that a line holds."""
         return cls(**json.loads(line))
