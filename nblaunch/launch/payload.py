@@ -20,7 +20,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError
-from nblaunch.transfer import cell_effects, definitions, notebook_shell, parameters, pickling, reducers, text_names
+from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers, text_names
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.wire.messages import Cell, Payload, RootLogger, Settings, Source, WarningFilter
@@ -210,7 +210,7 @@ _NO_DATA = (types.ModuleType, types.BuiltinFunctionType, bool, int, float, compl
 
 def _inside(value: Any) -> list[tuple[str, Any]] | None:
     """Return the values that a piece of code uses, by name; None if `value` is data."""
-    if notebook_shell.is_shells(value):
+    if reducers.is_get_ipython(value):
         return []
     if isinstance(value, types.MethodType):
         return [(f"{type(value.__self__).__name__} object", value.__self__), ("", value.__func__)]

@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from nblaunch.ranks import rank_display
-from nblaunch.transfer import definitions, notebook_shell, reducers
+from nblaunch.transfer import definitions, reducers
 
 
 def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -114,8 +114,8 @@ def install_shell(namespace: dict[str, Any]) -> None:
     """Install the names in builtins and in the shipped functions' globals, which become the shell's namespace."""
     global _namespace
     _namespace = namespace
-    notebook_shell.provide(get_ipython)
-    namespace["get_ipython"] = notebook_shell.get_ipython
+    reducers.provide_shell(get_ipython)
+    namespace["get_ipython"] = reducers.get_ipython
     if "IPython" in sys.modules:
         _enter()
     else:

@@ -3,7 +3,7 @@
 A function names neither, so nothing else sends them. A rank imports before the function what statements of cells have
 imported, in their order: the user's own modules, and submodules of installed packages that the rank uses. It leaves out
 other installed packages, which can take seconds to import, and those of `EFFECT_FREE`. Then it sets the attributes:
-options such as ``ImageFile.LOAD_TRUNCATED_IMAGES = True``, and methods that cells give a library's class.
+options such as ``ImageFile.LOAD_TRUNCATED_IMAGES = True``, and methods that a cell's statements give a library's class.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ Attribute = tuple[str, str, str]
 """A module, the qualified name of a class in it or an empty string, and an attribute of that."""
 
 _STREAMS = {("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
-AS_IMPORTED: Any = ...
-"""Stands for an attribute that is again what the module's import made of it."""
+_ABSENT = object()
 _last: dict[Attribute, bytes] = {}
-"""Digests of what was set in this rank. Empty: as imported."""
-_imported: dict[Attribute, Any] = {}
-"""What the module's import had made of it; `AS_IMPORTED`: nothing."""
+"""Digests of what was set in this rank."""
 
 
 def imported_in(cells: Iterable[str]) -> dict[str, bool]:
@@ -50,21 +47,15 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
 
     What cannot be sent is left out. An error that names it says so: see `nblaunch.launch.cell_changes`.
     """
-    effects = [effects_of(cell) for cell in cells]
-    targets: list[tuple[Any, str]] = []
-    for path in dict.fromkeys(path for effect in effects for path in effect.passed):
-        owner = _found(path, namespace)
-        own = [*vars(owner).items()] if _place_of(owner) else []  # a function of a cell may have patched it
-        targets += [(owner, name) for name, value in own if getattr(value, "__globals__", None) is namespace]
-    for path, _, name in (target.rpartition(".") for effect in effects for target in effect.attributes):
-        targets.append((_found(path, namespace), name))
     found: dict[Attribute, Any] = {}
-    for owner, name in targets:
+    for target in dict.fromkeys(target for cell in cells for target in effects_of(cell).attributes):
+        path, _, name = target.rpartition(".")
+        owner = _found(path, namespace)
         place = _place_of(owner)
-        if place is not None and (attribute := (*place, name)) not in found and attribute not in _STREAMS:
-            value = _value_of(owner, place, name)
-            if pickling.explain(value, name) is None:
-                found[attribute] = value
+        value = _ABSENT if place is None else _own(owner, name)
+        is_sent = value is not _ABSENT and pickling.explain(value, name) is None
+        if place is not None and is_sent and (*place, name) not in _STREAMS:
+            found[(*place, name)] = value
     return found
 
 
@@ -74,14 +65,6 @@ def _found(path: str, namespace: Mapping[str, Any]) -> Any:
     for part in more:
         found = _own(found, part) if isinstance(found, (types.ModuleType, type)) else None
     return found
-
-
-def _value_of(owner: Any, place: tuple[str, str], name: str) -> Any:
-    value = _own(owner, name)
-    own_name = ".".join(filter(None, (place[1], name)))
-    if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) != (place[0], own_name):
-        return value
-    return value if definitions.is_of_main(value) else AS_IMPORTED
 
 
 def _place_of(owner: Any) -> tuple[str, str] | None:
@@ -102,19 +85,13 @@ def set_here(attributes: Mapping[Attribute, Any], *, is_kept: bool) -> None:
     for place, value in attributes.items():
         module, owner, name = place
         digest = b""
-        if is_kept and value is not AS_IMPORTED:
+        if is_kept:
             digest = hashlib.sha256(pickling.dump(functools.partial(_itself, value))).digest()
-        if (value is AS_IMPORTED or is_kept) and _last.get(place, b"") == digest:
-            continue
+            if _last.get(place) == digest:
+                continue
         with _reporting(f"set {'.'.join(filter(None, place))}"):
             importlib.import_module(module)
-            holder = definitions.look_up(module, owner)
-            _imported.setdefault(place, _own(holder, name))
-            value = _imported[place] if value is AS_IMPORTED else value
-            if value is AS_IMPORTED:
-                delattr(holder, name)
-            else:
-                setattr(holder, name, value)
+            setattr(definitions.look_up(module, owner), name, value)
             _last[place] = digest
 
 
@@ -124,10 +101,10 @@ def _itself(value: Any, found: pickling.Found) -> Any:
 
 def _own(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
-        return vars(owner).get(name, AS_IMPORTED)  # a staticmethod as such
+        return vars(owner).get(name, _ABSENT)  # a staticmethod as such
     with contextlib.suppress(Exception):  # of a module's __getattr__: transformers' raises what an import would
         return getattr(owner, name)  # some modules keep options elsewhere, such as torch._dynamo.config
-    return AS_IMPORTED
+    return _ABSENT
 
 
 @contextlib.contextmanager
@@ -159,8 +136,6 @@ class Effects(NamedTuple):
     """Modules, and perhaps other names."""
     attributes: tuple[str, ...] = ()
     """What it assigns to and that is an attribute of a name: ``a.b.c``."""
-    passed: tuple[str, ...] = ()
-    """Names and attributes of names that it passes to functions, or that annotate a decorated function's parameters."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,17 +145,9 @@ def effects_of(cell: str) -> Effects:
         nodes = list(_executed(ast.parse(cell)))
     except SyntaxError:  # a cell that did not run
         return Effects()
-    set_to = [_path(node) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    passed: list[str] = []
-    for node in nodes:
-        if isinstance(node, ast.Call):
-            passed += map(_path, node.args)
-            if _path(node.func) == "setattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-                set_to.append(f"{_path(node.args[0])}.{node.args[1].value!s}")
-        elif isinstance(node, ast.FunctionDef) and node.decorator_list:
-            passed += [_path(parameter.annotation) for parameter in node.args.args if parameter.annotation]
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     imports = (name for node in nodes for name in _imports_of(node))
-    return Effects(tuple(imports), tuple(each for each in set_to if "." in each), tuple(filter(None, passed)))
+    return Effects(tuple(imports), tuple(path for node in stored if "." in (path := _path(node))))
 
 
 def _path(node: ast.AST) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from nblaunch.transfer import definitions, notebook_shell, reducers, tensors
+from nblaunch.transfer import definitions, reducers, tensors
 
 _MAX_EXPLAINED_DEPTH = 6
 """How deep into an object to search for the part that cannot be pickled."""
@@ -161,7 +161,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return importlib.import_module, (obj.__name__,)  # cloudpickle sends no module of a subclass
         if tensors.needs_unwrapping(obj):
             return tensors.unwrapped, (obj.module,)
-        reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj)
+        reduced = tensors.reduce(obj, self._buffers)
         if kind not in self._rows:
             self._rows[kind] = reducers.row_of(kind)
         row = self._rows[kind]

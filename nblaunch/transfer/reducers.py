@@ -13,6 +13,7 @@ import contextlib
 import functools
 import io
 import os
+import sys
 import types
 import warnings
 import weakref
@@ -120,6 +121,37 @@ def _cached_property(function: Any, name: str | None) -> Any:
     made = functools.cached_property(function)
     made.attrname = name
     return made
+
+
+# ------------------------------------------------------------------ the notebook's get_ipython
+_shell_provider: Callable[[], Any] | None = None
+
+
+def provide_shell(shell: Callable[[], Any]) -> None:
+    """Set what returns the shell of this process. Ranks have one; others have that of their ``__main__``, if any."""
+    global _shell_provider
+    _shell_provider = shell
+
+
+def get_ipython() -> Any:
+    """Return the shell of the process that calls this; None if it has none, as IPython's function does."""
+    if _shell_provider is not None:
+        return _shell_provider()
+    own = getattr(sys.modules["__main__"], "get_ipython", None)
+    return None if own is None or own is get_ipython else own()
+
+
+def is_get_ipython(obj: Any) -> bool:
+    """Return True for the shell's ``get_ipython``, which a cell's function with a ``!command`` refers to."""
+    return isinstance(obj, types.MethodType) and obj.__func__.__qualname__ == "InteractiveShell.get_ipython"
+
+
+def _reduce_method(method: Any, sink: BufferSink | None) -> Reduced | None:
+    return (_get_ipython, ()) if is_get_ipython(method) else None
+
+
+def _get_ipython() -> Callable[[], Any]:
+    return get_ipython
 
 
 # ------------------------------------------------------------------ references
@@ -395,6 +427,7 @@ def _set_training_arguments(arguments: Any, state: dict[str, Any]) -> None:
 _NOT_FOR_CHILDREN = ("multiprocessing.", "_ctypes.", "accelerate.", "transformers.")
 _ROWS: dict[str, Row] = {
     "builtins.function": _reduce_function,
+    "builtins.method": _reduce_method,
     "functools._lru_cache_wrapper": _reduce_cached,
     "functools.cached_property": _reduce_cached_property,
     "weakref.ReferenceType": _reduce_reference,

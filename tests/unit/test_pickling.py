@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch.transfer import definitions, notebook_shell
+from nblaunch.transfer import definitions, reducers
 from nblaunch.transfer.pickling import (
     ByItself,
     Found,
@@ -154,8 +154,8 @@ class InteractiveShell:
 def test_the_notebooks_shell_is_replaced_by_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions arrive before the rank's shell is known."""
     arrived = sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"]
-    monkeypatch.setattr(notebook_shell, "_provider", None)
-    notebook_shell.provide(lambda: "the rank's")
+    monkeypatch.setattr(reducers, "_shell_provider", None)
+    reducers.provide_shell(lambda: "the rank's")
     assert arrived() == "the rank's"
 
 
