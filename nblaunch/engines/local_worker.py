@@ -27,7 +27,7 @@ class LocalWorker:
         channel: Its channel to the kernel.
         log_dir: Where it writes until the first task says otherwise.
         reaper: Sends a message to the reaper.
-        drops: What it could not write; None: not counted.
+        drops: What it could not write; None: not noted.
         collectives: What it has begun; None: not logged.
         is_kept: Whether the rank stays for many tasks.
     """
@@ -53,7 +53,6 @@ class LocalWorker:
         self.log_dir = log_dir  # where the present task writes
         self._reaper, self._drops, self._is_kept = reaper, drops, is_kept
         self._collectives = collectives
-        self._dropped_before = Dropped()
 
     @property
     def is_open(self) -> bool:
@@ -77,8 +76,10 @@ class LocalWorker:
                 self.channel.send(message)
 
     def turn_to(self, log_dir: str) -> None:
-        """Follow another task's files and counters."""
-        self.log_dir, self._dropped_before = Path(log_dir), self._dropped()
+        """Follow another task's files."""
+        self.log_dir = Path(log_dir)
+        if self._drops is not None:
+            self._drops.clear(self.rank)
 
     def shut(self) -> None:
         """Send no more messages: the rank reads EOF."""
@@ -99,13 +100,9 @@ class LocalWorker:
         return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
 
     def dropped(self) -> Dropped:
-        """Read the rank's counters."""
-        now, before = self._dropped(), self._dropped_before
-        return Dropped(now.output - before.output, now.reports - before.reports, now.reason)
+        """Read the rank's flags."""
+        return self._drops.read(self.rank) if self._drops is not None else Dropped()
 
     def collectives(self) -> Sequence[Begun]:
         """Read the rank's rows of the table."""
         return self._collectives.read(self.rank) if self._collectives is not None else ()
-
-    def _dropped(self) -> Dropped:
-        return self._drops.read(self.rank) if self._drops is not None else Dropped()

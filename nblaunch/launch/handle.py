@@ -374,7 +374,7 @@ class Launch:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))
         if verdict.state == "finished" and error is None:
-            metrics = Metrics(attempt.output.reports, sum(rank.dropped.reports for rank in written))
+            metrics = Metrics(attempt.output.reports, any(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
             seconds = time.monotonic() - self._begin
             values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank

@@ -31,10 +31,10 @@ class Metrics(Sequence[Report]):
     """Every report of a launch, sorted by time.
 
     Attributes:
-        dropped: The number of reports lost because the disk of the logs was full.
+        dropped: Whether reports were lost because the disk of the logs was full.
     """
 
-    def __init__(self, reports: Sequence[Report], dropped: int = 0) -> None:
+    def __init__(self, reports: Sequence[Report], dropped: bool = False) -> None:
         self.dropped = dropped
         self._reports = reports if isinstance(reports, ReportColumns) else ReportColumns(reports)
         self._order = self._reports.by_time
@@ -205,8 +205,8 @@ class LaunchResult(Sequence[Any]):
 
     def __repr__(self) -> str:
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"
-        dropped = Dropped(sum(rank.dropped for rank in self.logs), self.metrics.dropped)
-        more = f"; {dropped.amount} dropped" if dropped else ""
+        dropped = Dropped(any(rank.dropped for rank in self.logs), self.metrics.dropped)
+        more = f"; {dropped.what} dropped" if dropped else ""
         more += "; every rank returned None" if all(value is None for value in self) else ""
         return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{self.metrics._in_words(', ')}{more}>"
 

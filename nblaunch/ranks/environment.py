@@ -23,7 +23,7 @@ from nblaunch.machine import processes
 from nblaunch.machine.limits import memory_left, physical_memory
 from nblaunch.ranks.reaper import open_log
 from nblaunch.transfer.flags import set_flags
-from nblaunch.wire.drops import Counter, Kind, log_limit
+from nblaunch.wire.drops import Drops, log_limit
 from nblaunch.wire.messages import RankSpec, RootLogger, Settings, WarningFilter
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _streams: dict[str, io.TextIOWrapper] = {}
 _logs: list[_Log] = []
 """The files under stdout and stderr."""
 _END_OF_LOG = b"nblaunch: this log ends at NBLAUNCH_MAX_LOG_BYTES: further output is dropped\n"
-drops: Counter | None = None
-"""Counts the output that this rank could not write to its logs; None outside ranks."""
+drops: Drops | None = None
+"""Notes output that this rank could not write to its logs; None outside ranks."""
 _max_log_bytes: int | None = None
 """The size limit of each log; None for no limit."""
 _imported_filters: list[Any] = []
@@ -68,14 +68,13 @@ def redirect(spec: RankSpec) -> None:
 
 
 class _Log(io.FileIO):
-    """Fd 1 or 2 for Python code. In a rank, output that does not fit on the disk is dropped and counted.
+    """Fd 1 or 2 for Python code. In a rank, output that does not fit on the disk is dropped and noted.
 
     C code and subprocesses write to the file directly, and get the system's error.
     """
 
-    def __init__(self, fd: int, kind: Kind) -> None:
+    def __init__(self, fd: int) -> None:
         super().__init__(fd, "wb", closefd=False)
-        self._kind = kind
         self.is_full = False
         """Once full, it stays full: a later, shorter write would fit and leave a gap before it."""
 
@@ -98,7 +97,7 @@ class _Log(io.FileIO):
 
     def _drop(self, size: int, reason: int) -> int:
         if drops is not None:
-            drops.add(self._kind, size, reason)
+            drops.note("output", reason)
         return size
 
 
@@ -109,19 +108,19 @@ def open_streams(spec: RankSpec | None = None) -> None:
     """
     global _streams, drops, _max_log_bytes
     if spec is not None:
-        drops, _max_log_bytes = Counter(spec.scratch, spec.rank), log_limit(spec.env)
+        drops, _max_log_bytes = Drops(spec.scratch, spec.rank), log_limit(spec.env)
     _streams = _streams or {
         "stdin": io.TextIOWrapper(io.FileIO(0, closefd=False)),
-        "stdout": _stream(1, "out"),
-        "stderr": _stream(2, "err"),
+        "stdout": _stream(1),
+        "stderr": _stream(2),
     }
     for name, stream in _streams.items():
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-def _stream(fd: int, kind: Kind) -> io.TextIOWrapper:
-    log = _Log(fd, kind)
+def _stream(fd: int) -> io.TextIOWrapper:
+    log = _Log(fd)
     _logs.append(log)
     return io.TextIOWrapper(io.BufferedWriter(log), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
 from nblaunch.machine import timeouts
-from nblaunch.wire.drops import Counter
+from nblaunch.wire.drops import Drops
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ class Context:
     spool: int
     """The descriptor of the spool file."""
     log_dir: str
-    drops: Counter | None = None
-    """Counts the reports that do not fit on the disk."""
+    drops: Drops | None = None
+    """Notes reports that do not fit on the disk."""
     defer: Callable[[Deferral | None], None] | None = None
     """Sets what decides when an interrupt takes effect; with None it does at once."""
 
@@ -252,4 +252,4 @@ def spool(record: dict[str, Any]) -> None:
     except OSError as error:
         reason = error.errno or errno.EIO
     if reason and context.drops is not None and "progress" not in record:  # a later one replaces it
-        context.drops.add("reports", 1, reason)
+        context.drops.note("reports", reason)

@@ -33,7 +33,7 @@ def stacks_pipe(scratch: Directory, rank: int) -> Path:
     return Path(scratch, f"rank{rank}.ask")
 
 
-def drop_counters(scratch: Directory) -> Path:
+def drop_flags(scratch: Directory) -> Path:
     return Path(scratch, "drops")
 
 

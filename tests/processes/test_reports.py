@@ -359,14 +359,14 @@ def test_logs_of_any_size_are_kept_while_something_refers_to_them(launch: Launch
 
 
 # ------------------------------------------------------------------ logs that cannot be written
-def test_output_beyond_a_full_disk_is_dropped_and_counted(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_beyond_a_full_disk_is_dropped_and_noted(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     result = launch(print_on_a_full_disk, view="text")
     assert list(result) == ["trained, and its child left with 0"] * 2
-    assert [log.dropped for log in result.logs] == [100 * 100 + 100 + 100] * 2
+    assert [log.dropped for log in result.logs] == [True] * 2
     shown = capsys.readouterr().out
     assert re.search(r"nblaunch: rank [01] cannot write its logs \(No space left on device\)", shown)
-    assert "nblaunch: rank 1 lost 10 KB of output (No space left on device)" in shown
-    assert repr(result).endswith(" s; 20 KB of output dropped>")
+    assert "nblaunch: rank 1 lost output (No space left on device)" in shown
+    assert repr(result).endswith(" s; output dropped>")
 
 
 def test_training_goes_on_where_no_file_can_grow(launch: Launcher) -> None:
@@ -374,11 +374,12 @@ def test_training_goes_on_where_no_file_can_grow(launch: Launcher) -> None:
     assert all(result)  # the child could not write; its rank went on
     for rank, log in enumerate(result.logs):
         assert log.out.stat().st_size == 8192
-        assert log.out.stat().st_size + log.dropped == 1000 * 100
+        assert log.dropped
         assert "to stderr\n" in log.err.read_text()
         steps = [report.step for report in result.metrics if report.rank == rank]
         assert steps == list(range(len(steps)))
-    assert 0 < len(result.metrics) == 2000 - result.metrics.dropped
+    assert result.metrics.dropped
+    assert 0 < len(result.metrics) < 2000
 
 
 def test_a_log_ends_at_its_limit(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,7 +388,7 @@ def test_a_log_ends_at_its_limit(launch: Launcher, capsys: pytest.CaptureFixture
         *lines, end = log.text().splitlines()
         assert lines == ["x" * 99] * 10 + [""]
         assert end == "nblaunch: this log ends at NBLAUNCH_MAX_LOG_BYTES: further output is dropped"
-        assert log.dropped == 90 * 100
+        assert log.dropped
     shown = capsys.readouterr().out
     assert re.search(r"nblaunch: rank [01]'s log is full \(NBLAUNCH_MAX_LOG_BYTES, by default 1 GB\)", shown)
-    assert "nblaunch: rank 1 lost 9 KB of output (NBLAUNCH_MAX_LOG_BYTES)" in shown
+    assert "nblaunch: rank 1 lost output (NBLAUNCH_MAX_LOG_BYTES)" in shown

@@ -1,4 +1,4 @@
-"""Dropped output: counted without disk space, and worded for users."""
+"""Dropped output: noted without disk space, and worded for users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.wire.drops import Counter, Dropped, Table, log_limit
+from nblaunch.wire.drops import Dropped, Drops, Table, log_limit
 
 
 @pytest.fixture
@@ -21,51 +21,23 @@ def table(tmp_path: Path) -> Iterator[Table]:
     table.close()
 
 
-def test_each_rank_has_counters_of_its_own(table: Table, tmp_path: Path) -> None:
-    first, last = Counter(str(tmp_path), 0), Counter(str(tmp_path), 2)
-    first.add("out", 100, errno.ENOSPC)
-    first.add("err", 20, errno.ENOSPC)
-    first.add("reports", 3, errno.ENOSPC)
-    last.add("out", 1, 0)
-    assert table.read(0) == Dropped(120, 3, errno.ENOSPC)
-    assert not table.read(1)
-    assert table.read(2) == Dropped(1, 0, 0)
-
-
-def test_forked_children_add_to_the_counters_of_their_rank(table: Table, tmp_path: Path) -> None:
-    counter = Counter(str(tmp_path), 1)
-    counter.add("out", 1, errno.ENOSPC)
-    for _ in range(5):
-        child = os.fork()
-        if not child:
-            counter.add("out", 10, errno.ENOSPC)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-    counter.add("out", 1, errno.ENOSPC)
-    assert table.read(1) == Dropped(52, 0, errno.ENOSPC)
-
-
-def test_counting_takes_no_room(table: Table, tmp_path: Path) -> None:
+def test_a_rank_and_its_children_set_flags_of_their_own_without_room(table: Table, tmp_path: Path) -> None:
     before = (tmp_path / "drops").stat().st_size
-    Counter(str(tmp_path), 2).add("out", 1 << 40, errno.ENOSPC)
+    first, last = Drops(str(tmp_path), 0), Drops(str(tmp_path), 2)
+    first.note("output", errno.ENOSPC)
+    child = os.fork()
+    if not child:
+        first.note("reports", errno.EDQUOT)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    last.note("output", 0)
+    assert [table.read(rank) for rank in range(3)] == [Dropped(True, True, errno.EDQUOT), Dropped(), Dropped(True)]
+    assert (table.read(0).what, table.read(0).why) == ("output and reports", os.strerror(errno.EDQUOT))
+    assert (table.read(2).what, table.read(2).why) == ("output", "NBLAUNCH_MAX_LOG_BYTES")
+    table.clear(0)
+    assert not table.read(0)
     assert (tmp_path / "drops").stat().st_size == before
-    assert table.read(2).output == 1 << 40
-
-
-def test_a_failed_count_raises_nothing(tmp_path: Path) -> None:
-    Counter(str(tmp_path / "no such folder"), 0).add("out", 1, errno.ENOSPC)
-
-
-@pytest.mark.parametrize(
-    ("dropped", "amount", "why"),
-    [
-        (Dropped(1234, 0, errno.ENOSPC), "1 KB of output", "No space left on device"),
-        (Dropped(0, 1, errno.EDQUOT), "1 report", os.strerror(errno.EDQUOT)),
-        (Dropped(5_000_000, 2000, 0), "5 MB of output and 2,000 reports", "NBLAUNCH_MAX_LOG_BYTES"),
-    ],
-)
-def test_drops_are_described_in_words(dropped: Dropped, amount: str, why: str) -> None:
-    assert (dropped.amount, dropped.why) == (amount, why)
+    Drops(str(tmp_path / "no such folder"), 0).note("output", errno.ENOSPC)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import nblaunch
 from nblaunch.ranks import report as reports
 from nblaunch.ranks.report import Context, Progress, current, enter, mark_best
-from nblaunch.wire.drops import Counter, Dropped, Table
+from nblaunch.wire.drops import Dropped, Drops, Table
 
 
 class Rank:
@@ -40,7 +40,7 @@ class Rank:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setattr(reports, "_is_torn", False)
     here = Rank(tmp_path)
-    enter(Context(1, 1, 2, "cpu", here.spool, str(tmp_path), Counter(str(tmp_path), 1)))
+    enter(Context(1, 1, 2, "cpu", here.spool, str(tmp_path), Drops(str(tmp_path), 1)))
     yield here
     enter(None)
     here.drops.close()
@@ -145,14 +145,14 @@ def limit_growth(rank: Rank) -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_the_reports_which_are_counted(rank: Rank, tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_reports_which_is_noted(rank: Rank, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    enter(Context(1, 1, 2, "cpu", full, str(tmp_path), Counter(str(tmp_path), 1)))
+    enter(Context(1, 1, 2, "cpu", full, str(tmp_path), Drops(str(tmp_path), 1)))
     nblaunch.report(loss=0.5)  # a warning would be an error here
     nblaunch.report(loss=0.25)
     assert list(nblaunch.progress([1, 2])) == [1, 2]
     os.close(full)
-    assert rank.drops.read(1) == Dropped(reports=2, reason=errno.ENOSPC)
+    assert rank.drops.read(1) == Dropped(reports=True, reason=errno.ENOSPC)
     assert rank.drops.read(0) == Dropped()
 
 

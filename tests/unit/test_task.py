@@ -591,7 +591,7 @@ def test_printed_metrics_are_found_to_the_last_line(scene: Scene) -> None:
 
 def test_a_full_disk_is_noted_once_and_summed_up(scene: Scene) -> None:
     output = follower(scene)
-    scene[0].lost = scene[1].lost = Dropped(output=2000, reason=28)
+    scene[0].lost = scene[1].lost = Dropped(output=True, reason=28)
     output.poll()
     output.poll()
     assert len(scene.view.notes) == 1

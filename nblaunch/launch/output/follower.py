@@ -151,7 +151,7 @@ class OutputFollower:
             self.view.on(Note(f"--metric (metric_patterns=) matched none of {lines} lines"))
         for rank in self.ranks:
             if rank.dropped:
-                self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.amount} ({rank.dropped.why})"))
+                self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.what} ({rank.dropped.why})"))
 
     def close(self) -> None:
         """Close the streams."""

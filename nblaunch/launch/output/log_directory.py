@@ -127,8 +127,8 @@ class RankLogs:
     """Stderr."""
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps the logs from being pruned."""
-    dropped: int = 0
-    """Bytes of printed output that are missing: the disk was full, or the log was at ``NBLAUNCH_MAX_LOG_BYTES``."""
+    dropped: bool = False
+    """Whether printed output is missing: the disk was full, or the log was at ``NBLAUNCH_MAX_LOG_BYTES``."""
 
     def text(self) -> str:
         """Return the rank's whole stdout; empty if the rank never started.
