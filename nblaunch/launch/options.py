@@ -116,6 +116,7 @@ class Options:
     engine: str = _option(
         default="auto",
         takers="session script",
+        choices=current.KINDS,
         help="where the ranks run: local (this machine), slurm, ray or ssh, with its own options, as in --engine "
         "'slurm --partition=gpu --time=60' (srun's) or --engine 'ssh gpu1 gpu2'; its nodes stay yours until "
         "%%distributed release; default auto: slurm in an allocation of several nodes, else local",
@@ -203,6 +204,7 @@ class Options:
     block: bool = _option(
         default=True,
         check=_true_or_false,
+        takers="cell",
         flags=("--background",),
         parsing={"action": "store_false"},
         help="return at once; NAME is then a Launch (.done, .wait(), .result(), .stop())",
@@ -210,6 +212,7 @@ class Options:
     view: str = _option(
         default="auto",
         takers="cell",
+        choices=("auto", "text", "none"),
         help="auto (the panel, or text where no page can show it), text or none; default: NBLAUNCH_VIEW, else auto",
     )
 
@@ -218,7 +221,7 @@ class Options:
             value = getattr(self, name)
             if value is None and option.default is None:
                 continue
-            if option.choices and name != "start_method":  # whose choices are the engine's
+            if option.choices and name not in ("engine", "start_method"):  # which the engines check
                 one_of(name, value, option.choices)
             object.__setattr__(self, name, option.check(name, value))
 

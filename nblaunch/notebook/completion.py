@@ -7,24 +7,13 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from nblaunch.engines import current
 from nblaunch.launch import live_sessions
 from nblaunch.launch.options import TABLE
 from nblaunch.launch.session import Session
-from nblaunch.notebook import session_magics
-from nblaunch.notebook.auto_cells import goes_to_session
+from nblaunch.notebook.actions import COMMANDS, command_of
+from nblaunch.notebook.cells import goes_to_session
 from nblaunch.notebook.ipython_versions import Completion, as_matcher
-from nblaunch.notebook.magics import ACTIONS, DistributedMagics
-
-_VALUES = {
-    "--device": TABLE["device"].choices,
-    "--backend": TABLE["backend"].choices,
-    "--engine": current.KINDS,
-    "--start-method": current.engine.start_methods,
-    "--view": ("auto", "text", "none"),
-}
-_WORDS = {"session": session_magics.SESSION_ACTIONS, "auto": ("on", "off")}
-"""What follows an action."""
+from nblaunch.notebook.magics import CELL
 
 
 @as_matcher
@@ -38,17 +27,30 @@ def complete_distributed(context: Any) -> dict[str, Any]:
         return {"completions": []}
     words = line[: context.cursor_position].split(" ")
     before, token = words[-2], words[-1]
-    actions = DistributedMagics.distributed.parser._actions
-    options = tuple(option for action in actions for option in action.option_strings if option.startswith("--"))
-    choices = _VALUES.get(before) or options
-    if magic == "%distributed" and not token.startswith("-") and before not in _VALUES:
-        choices = ACTIONS if len(words) == 2 else _WORDS.get(words[1], ())
+    name = command_of(words[1:-1])
+    parser = CELL if magic == "%%distributed" else COMMANDS[name].parser if name else None
+    flags = parser._option_string_actions if parser else {}
+    option = TABLE.get(flags[before].dest) if before in flags else None
+    if option is not None and option.choices:
+        choices = [*option.choices]
+    elif token.startswith("-") or magic == "%%distributed":
+        choices = [flag for flag in flags if flag.startswith("--")]
+    else:
+        choices = _words_after(" ".join(words[1:-1]))
     fitting = [choice for choice in choices if choice.startswith(token)]
     return {
         "completions": [Completion(text=choice, type="option") for choice in fitting],
         "suppress": bool(fitting),
         "matched_fragment": token,
     }
+
+
+def _words_after(name: str) -> list[str]:
+    """Return what may follow these words of a line of ``%distributed``."""
+    if name == "auto":
+        return ["on", "off"]
+    begin = f"{name} ".lstrip()
+    return [*dict.fromkeys(each.removeprefix(begin).split()[0] for each in COMMANDS if each.startswith(begin))]
 
 
 def _session_of(cell: str, line: int = 1) -> Session | None:

@@ -12,9 +12,9 @@ from nblaunch.engines import current as engines
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import live_sessions
-from nblaunch.notebook import auto_cells
+from nblaunch.notebook import cells
 from nblaunch.notebook.completion import Inspection, complete_distributed
-from nblaunch.notebook.magics import DistributedMagics, RankMagics
+from nblaunch.notebook.magics import DistributedMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.sent_data import sent_data_cache
 
@@ -40,7 +40,7 @@ def register_frontend(shell: Any) -> NotebookFrontend:
 def load(shell: Any) -> None:
     """Register the magic and its completion, and let the engine prepare for the first launch."""
     register_frontend(shell)
-    shell.register_magics(DistributedMagics, RankMagics)
+    shell.register_magics(DistributedMagics)
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
@@ -73,7 +73,7 @@ def unload(shell: Any) -> None:
     if isinstance(current, NotebookFrontend):
         shell.events.unregister(_HOOK, current.after_cell)
         frontend.register(None)
-    auto_cells.set_auto(shell, False)
+    cells.set_auto(shell, False)
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "rank"), ("cell", "local")):
         shell.magics_manager.magics[kind].pop(name, None)
     matchers = _matchers(shell)

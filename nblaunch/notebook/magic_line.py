@@ -1,22 +1,74 @@
-"""The line of ``%%distributed``: its words and arguments, and its options' names for the launcher's arguments."""
+"""The lines of ``%%distributed`` and ``%distributed``: their parsers and words, and errors in terms of flags."""
 
 from __future__ import annotations
 
 import difflib
+import keyword
 import re
 import shlex
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
+from IPython.core.magic_arguments import MagicArgumentParser
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
-_OPTIONS = {"metric_patterns": "metric", "num_nodes": "nodes", "on_error": "pdb"}
-"""Arguments of the launcher whose option has another name."""
+from nblaunch.launch.options import TABLE, flag_of
+
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
-_METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
-"""The option or an abbreviation, and its pattern: quoted as in a shell, with backslashes kept."""
+_METRIC = re.compile(rf"(?<!\S)(--metrics?)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
+"""The option, or what is often written for it, and its pattern: quoted as in a shell, with backslashes kept."""
+
+
+class LineParser(MagicArgumentParser):
+    """The parser of a magic's line. Options that are not given have no value.
+
+    Args:
+        name: The magic, and its sub-command if any.
+        about: What it does.
+    """
+
+    def __init__(self, name: str, about: str) -> None:
+        super().__init__(name, description=about, argument_default=SUPPRESS)
+        self.allow_abbrev = False
+
+    def add_options(self, names: Sequence[str]) -> None:
+        """Add these options of the table, as far as they have a flag."""
+        for name in names:
+            option = TABLE[name]
+            if option.help:
+                self.add_argument(*(option.flags or [flag_of(name)]), dest=name, help=option.help, **option.parsing)
+
+    def values(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the words by name.
+
+        Raises:
+            UsageError: A value is none, or some words belong to no option.
+        """
+        parsed, unknown = self.parse_known_args(words)
+        if not unknown:
+            return vars(parsed)
+        said = f"unrecognized arguments: {' '.join(unknown)}"
+        if "engine" in parsed:
+            quoted = " ".join([parsed.engine, *map(shlex.quote, unknown)])
+            raise UsageError(f'{said}; put the engine\'s words in quotes: --engine "{quoted}"')
+        typed = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(typed, self._option_string_actions, n=1) if typed.startswith("--") else []
+        if typed.replace("_", "-") == "--nproc-per-node" and "num_processes" in self.names:  # torchrun's
+            near = ["-n"]
+        if near:
+            raise UsageError(f"{said}: did you mean {near[0]}?")
+        usage = f"write {self.usage_line}"
+        raise UsageError(f"{said}; {usage if len(usage) < 100 else '%distributed help lists the options'}")
+
+    @property
+    def usage_line(self) -> str:
+        return " ".join(self.format_usage().removeprefix("::").split())
+
+    @property
+    def names(self) -> set[str]:
+        return {action.dest for action in self._actions}
 
 
 def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
@@ -36,63 +88,26 @@ def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
     return words
 
 
-def arguments_of(parser: ArgumentParser, words: Sequence[str], is_cell: bool) -> dict[str, Any]:
-    """Return the values of the options, and of ``action`` and ``words``.
-
-    Args:
-        parser: The magic's.
-        words: Those of its line.
-        is_cell: Whether the line is that of a cell, where words need an option.
-
-    Raises:
-        UsageError: Some words belong to no option.
-    """
-    parsed, unknown = parser.parse_known_args(words)
-    loose = {*unknown, *([parsed.action, *parsed.words] if is_cell and parsed.action else [])}
-    if (parsed.engine or "").startswith("slurm"):  # else --time is short for --timeout
-        own = set(re.findall(r"--[\w-]+", parser.format_usage()))
-        loose.update(word for word in words if word.startswith("--") and word.partition("=")[0] not in own)
-    if loose and parsed.engine is not None:
-        in_order = [word for word in words if word in loose]
-        quoted = " ".join([parsed.engine, *map(shlex.quote, in_order)])
-        raise UsageError(
-            f'unrecognized arguments: {" ".join(in_order)}; put the engine\'s words in quotes: --engine "{quoted}"'
-        )
-    if unknown:
-        options = re.findall(r"--[\w-]+", parser.format_usage())
-        typed = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(typed, options, n=1) if typed.startswith("--") else []
-        near = ["-n"] if typed.replace("_", "-") == "--nproc-per-node" else near  # torchrun's
-        meant = f": did you mean {near[0]}?" if near else ""
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-    return vars(parsed)
-
-
-def ranks_of(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Return the ranks that an option names; None if it is not given.
-
-    Raises:
-        UsageError: They are no numbers.
-    """
-    if text is None:
-        return None
+def ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that an option names, as in ``0,2``."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"{option} {text}: must be comma-separated numbers, as in {option} 0,2") from None
+        raise ArgumentTypeError(f"{text}: must be comma-separated numbers, as in 0,2") from None
 
 
-def as_option(message: str) -> str:
-    """Rewrite ``num_processes=0: …`` as the magic's option: ``--num-processes 0: …``."""
-    name, equals, rest = message.partition("=")
+def python_name(text: str) -> str:
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise ArgumentTypeError(f"{text}: must be a valid Python name")
+    return text
+
+
+def in_flags(error: Exception) -> UsageError:
+    """Return the error for a user of the magic: ``num_processes=0: …`` becomes ``--num-processes 0: …``."""
+    name, equals, rest = str(error).partition("=")
     if not equals or not name.isidentifier():
-        return message
+        return UsageError(str(error))
     if name == "metric_patterns":
         rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
     rest = re.sub(r"\bengine='", "--engine '", rest)
-    return f"{option_of(name)} {rest}"
-
-
-def option_of(name: str) -> str:
-    """Return the magic's option for an argument of the launcher."""
-    return f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    return UsageError(f"{flag_of(name)} {rest}")

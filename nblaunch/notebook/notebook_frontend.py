@@ -25,7 +25,7 @@ from nblaunch.launch.views import NullView, Stream, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.server_cells import runs_on_server
-from nblaunch.notebook.auto_cells import goes_to_session, paused, resume
+from nblaunch.notebook.cells import goes_to_session, paused, resume
 from nblaunch.notebook.panel import PanelView, settle_panels
 from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel

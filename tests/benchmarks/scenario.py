@@ -137,7 +137,7 @@ def measure(size: int, lines: int, busy: float) -> Figures:
                 kernel.run(f"data = torch.ones({size} // 4)").check()
                 if name == "nblaunch":
                     figures.day = _asked(kernel, "day()")
-                    kernel.run("%distributed free\ndel data").check()  # the whole runs begin alike
+                    kernel.run("%distributed clear-cache\ndel data").check()  # the whole runs begin alike
                     kernel.run(f"data = torch.ones({size} // 4)").check()
                 first = _whole(kernel, lines // RANKS, Path(folder, "first"))
                 again = _whole(kernel, lines // RANKS, Path(folder, "again")) if math.isfinite(first) else math.inf

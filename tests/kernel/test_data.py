@@ -17,7 +17,7 @@ def kernel(shared_kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel, which keeps what it sends, however little memory is free."""
     shared_kernel.run("import os; os.environ['NBLAUNCH_KEEP_BYTES'] = '1000000000'").check()
     yield shared_kernel
-    shared_kernel.run("del os.environ['NBLAUNCH_KEEP_BYTES']\n%distributed free").check()
+    shared_kernel.run("del os.environ['NBLAUNCH_KEEP_BYTES']\n%distributed clear-cache").check()
 
 
 def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:
@@ -31,8 +31,8 @@ def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:
         )
     assert kernel.ask("float(data.sum())") == 1_000_000
     assert "cached for the next launch: 4 MB of data from earlier launches" in kernel.run("%distributed status").stdout
-    assert kernel.run("%distributed free").check().stdout == "freed 4 MB\n"
-    assert kernel.run("%distributed free").check().stdout == "freed 0 bytes\n"
+    assert kernel.run("%distributed clear-cache").check().stdout == "freed 4 MB\n"
+    assert kernel.run("%distributed clear-cache").check().stdout == "freed 0 bytes\n"
     assert "kept" not in kernel.run("%distributed status").stdout
 
 

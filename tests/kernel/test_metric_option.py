@@ -90,11 +90,6 @@ def test_a_wrong_pattern_is_a_usage_error_in_the_magics_terms(kernel: Kernel, op
     assert "ran" not in cell.stdout
 
 
-def test_without_a_cell_the_option_is_refused_by_its_name(kernel: Kernel) -> None:
-    cell = kernel.run("%distributed status --metric '(?P<x>.)'")
-    assert "UsageError: --metric: options need a cell: write them after %%distributed" in cell.stderr
-
-
 def test_tab_and_the_question_mark_know_the_option(kernel: Kernel) -> None:
     assert kernel.complete("%%distributed --me") == ["--metric"]
     help_text = kernel.run("%%distributed?").reply["payload"][0]["data"]["text/plain"]

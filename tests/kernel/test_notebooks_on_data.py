@@ -36,4 +36,4 @@ def test_large_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sum: 10,000,000; rows by rank, in the notebook: [2500, 2500, 2500, 2500]" in printed
     assert "of the file's 40 MB, 0 MB were copied" in printed
     assert "4 ranks returned 246 MB" in printed
-    assert "after %distributed free: 246 MB copied" in printed
+    assert "after %distributed clear-cache: 246 MB copied" in printed

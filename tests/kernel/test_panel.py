@@ -80,7 +80,7 @@ def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
     stop = "from nblaunch.engines.fork_servers import servers; servers.stop()"
     cells = {
         "notebook_launcher(abs, args=(1,), num_processes=2)": "finished in",
-        "%distributed session start -n 1 --name waits": "session waits",
+        "%distributed session -n 1 --name waits": "session waits",
         "notebook_launcher(abs, args=(1,), num_processes=1, env={'PYTHONHASHSEED': '9'})": "finished in",
     }
     for cell, end in cells.items():

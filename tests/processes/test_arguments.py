@@ -92,7 +92,7 @@ def test_arguments_that_do_not_fit_the_function_are_refused(
         ({"env": {"A": 1}}, r"env=\{'A': 1\}: names and values must be strings"),
         ({"env": {"RANK": "1"}}, r"env=\{'RANK': '1'\}: nblaunch sets this variable for each rank"),
         ({"block": "no"}, r"block='no': must be True or False"),
-        ({"view": "loud"}, r'view=\'loud\': use "auto", "text" or "none"'),
+        ({"view": "loud"}, r"view='loud': must be one of 'auto', 'text', 'none'"),
         ({"num_nodes": 2}, r"num_nodes=2: engine='auto' is this machine alone; name an engine that has more nodes"),
         ({"node_rank": 1}, r"node_rank=1: must be 0, because the ranks of every node are started from this notebook"),
     ],

@@ -11,8 +11,7 @@ import pytest
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nblaunch.notebook import auto_cells
-from nblaunch.notebook.cells import CellSyntaxError, make_cell, names_used
+from nblaunch.notebook.cells import CellSyntaxError, _to_session, make_cell, names_used, paused
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.messages import Cell
 
@@ -222,9 +221,9 @@ def test_two_threads_may_ask_for_the_notebooks_cells() -> None:
 def test_reading_the_cells_in_a_thread_changes_no_cell_of_the_user() -> None:
     cell: list[str] = ["%%local\n", "x\n"]
     of_user: list[str] = []
-    with auto_cells.paused():
-        user = Thread(target=lambda: of_user.extend(auto_cells._to_session(cell)))
+    with paused():
+        user = Thread(target=lambda: of_user.extend(_to_session(cell)))
         user.start()
         user.join()
-        assert auto_cells._to_session(cell) == cell
+        assert _to_session(cell) == cell
     assert of_user == ["\n", "x\n"]

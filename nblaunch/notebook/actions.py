@@ -1,0 +1,298 @@
+"""The sub-commands of ``%distributed``, each with a parser of its own, and the sessions that cells run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from IPython.core.error import UsageError
+
+from nblaunch.engines import current
+from nblaunch.errors import ArgumentError
+from nblaunch.launch import api, live_sessions
+from nblaunch.launch.frontend import host
+from nblaunch.launch.handle import INSIST, Launch, live_launches
+from nblaunch.launch.live_sessions import session
+from nblaunch.launch.options import taken_by
+from nblaunch.launch.session import Session
+from nblaunch.launch.session_state import DEFAULT_NAME
+from nblaunch.launch.session_state import command as command_line
+from nblaunch.machine import timeouts
+from nblaunch.machine.arguments import ranks_in_words
+from nblaunch.machine.segments import in_words
+from nblaunch.notebook.cells import set_auto
+from nblaunch.notebook.magic_line import LineParser, in_flags, python_name, ranks
+from nblaunch.notebook.notebook_frontend import NotebookFrontend
+from nblaunch.transfer.sent_data import sent_data_cache
+
+
+class Command(NamedTuple):
+    """A sub-command.
+
+    Attributes:
+        parser: Of the words behind its name.
+        run: Takes the shell and the parser's values; returns what to show.
+    """
+
+    parser: LineParser
+    run: Callable[..., str]
+
+
+COMMANDS: dict[str, Command] = {}
+"""By name, such as ``session restart``."""
+
+
+def command(
+    name: str, *arguments: tuple[tuple[str, ...], dict[str, Any]], options: Sequence[str] = ()
+) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    def register(run: Callable[..., str]) -> Callable[..., str]:
+        parser = LineParser(f"distributed {name}", run.__doc__ or "")
+        for flags, settings in arguments:
+            parser.add_argument(*flags, **settings)
+        parser.add_options(options)
+        COMMANDS[name] = Command(parser, run)
+        return run
+
+    return register
+
+
+_NAME = (("--name", "--session"), {"dest": "name", "help": "the session's name; default: the one used last"})
+_RANK = (("--rank",), {"type": ranks, "action": "extend", "help": "this rank, or several, as in --rank 0,2"})
+
+
+def command_of(words: Sequence[str]) -> str:
+    """Return the name of the sub-command that words begin with; empty if there is none."""
+    return next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), "")
+
+
+def run(shell: Any, words: Sequence[str]) -> str:
+    """Run the sub-command that these words name; return what to show.
+
+    Raises:
+        UsageError: The line is wrong.
+    """
+    name = command_of(words)
+    if not name:
+        typed = f"%distributed {' '.join(words)}".strip()
+        first = ", ".join(dict.fromkeys(each.split()[0] for each in COMMANDS))
+        raise UsageError(f"{typed}: write %distributed and one of {first}, or put %%distributed on top of a cell")
+    try:
+        return COMMANDS[name].run(shell, **COMMANDS[name].parser.values(words[len(name.split()) :]))
+    except ArgumentError as error:
+        raise in_flags(error) from None
+
+
+# ------------------------------------------------------------------ launches
+@command("status")
+def _status(shell: Any) -> str:
+    """List live launches, sessions, the fork server, and nodes."""
+    kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
+    sessions = [session.status() for session in live_sessions.live_sessions().values()]
+    return "\n".join([*map(repr, live_launches()), *sessions, *current.status(), *[kept][: sent_data_cache.size]])
+
+
+@command("stacks")
+def _stacks(shell: Any) -> str:
+    """Show the stacks of all ranks."""
+    lines = []
+    for launch in live_launches():
+        lines.append(repr(launch))
+        for rank, text in launch.stacks().items():
+            lines += ["", f"rank {rank}", *(f"  {line}".rstrip() for line in text.splitlines())]
+    return "\n".join(lines or ["no launch is running"])
+
+
+@command("stop")
+def _stop(shell: Any) -> str:
+    """Stop all launches."""
+    launches = live_launches()
+    for launch in launches:
+        launch.stop()
+    for interrupts in (1, 2):
+        try:
+            _wait_for(launches)
+            break
+        except KeyboardInterrupt:
+            if interrupts == 1 and any(launch.keeps_ranks for launch in launches):
+                show(INSIST)
+            for launch in launches:
+                if interrupts == 2 or not launch.keeps_ranks:
+                    launch.kill()
+    _wait_for(launches)
+    return f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}"
+
+
+def _wait_for(launches: list[Launch]) -> None:
+    for launch in launches:
+        while not launch.wait(timeouts.SIGNAL_CHECK_INTERVAL_S):
+            pass
+
+
+@command("release")
+def _release(shell: Any) -> str:
+    """Give the nodes of other machines back, and end the ranks there."""
+    on_nodes = [each for each in live_sessions.live_sessions().values() if any(r.host for r in each.state().ranks)]
+    for each in on_nodes:
+        each.stop()
+    lines = [f"stopped session {each.name}" for each in on_nodes]
+    return "\n".join([*lines, *(f"released {line}" for line in current.release())]) or "no nodes are held"
+
+
+@command("clear-cache")
+def _clear_cache(shell: Any) -> str:
+    """Free the data of earlier launches, which is kept for the next ones."""
+    return f"freed {in_words(sent_data_cache.free())}"
+
+
+@command("preload", (("modules",), {"nargs": "+", "metavar": "NAME", "help": "as in torchvision.transforms"}))
+def _preload(shell: Any, modules: list[str]) -> str:
+    """Import modules ahead of later launches."""
+    api.preload(modules)
+    return ""
+
+
+# ------------------------------------------------------------------ sessions
+def chosen_session(name: str | None, option: str = "--session") -> Session | None:
+    """Return the session of this name, or the one used last; None if there is none.
+
+    Raises:
+        UsageError: There is no session of this name.
+    """
+    found = live_sessions.find(name)
+    if found is None and name is not None:
+        known = ", ".join(live_sessions.live_sessions())
+        there = f"there are {known}" if known else f"start it with {command_line(name, '-n 2')}"
+        raise UsageError(f"{option} {name}: there is no such session; {there}")
+    return found
+
+
+def session_of_cell(name: str | None) -> Session | None:
+    """Return the session that a cell runs in, if any; tell the user of one that has ended.
+
+    Raises:
+        UsageError: There is no session of this name, or it has ended unasked.
+    """
+    found = chosen_session(name)
+    ended = live_sessions.take_ended() if name is None else None
+    if ended is None:
+        return found
+    if ended.was_idle:
+        where = f"in session {found.name}" if found is not None else "on ranks of its own"
+        raise UsageError(
+            f"session {ended.name} has ended, with its variables: it was idle for its --idle-timeout. To go on, "
+            f"{ended.start_again}, or run the cell again {where}"
+        )
+    does = f"runs in session {found.name}" if found is not None else "gets ranks of its own"
+    show(f"session {ended.name} has ended, with its variables: this cell {does}; {ended.start_again}")
+    return found
+
+
+def check_ranks(typed: str, chosen: Sequence[int] | None, world_size: int) -> None:
+    """Raise a UsageError that begins with `typed` if a rank does not exist."""
+    if chosen is not None and not set(chosen) <= set(range(world_size)):
+        raise UsageError(f"{typed} {','.join(map(str, chosen))}: {ranks_in_words(world_size)}")
+
+
+def _running(name: str | None) -> Session:
+    found = chosen_session(name, "--name")
+    if found is None:
+        raise UsageError(live_sessions.how_to_start())
+    return found
+
+
+_OUTPUT = (("-o", "--output"), {"type": python_name, "metavar": "NAME", "help": "bind the session to NAME"})
+_IDLE = (("--idle-timeout",), {"type": float, "help": "stop it after this many seconds without a task"})
+
+
+@command("session", _NAME, _IDLE, _OUTPUT, options=taken_by("session"))
+def _start(shell: Any, name: str = DEFAULT_NAME, output: str | None = None, **options: Any) -> str:
+    """Start ranks that stay between cells, with their variables."""
+    started = session(name=name, **options)
+    if output is not None:
+        shell.user_ns[output] = started
+    frontend = host()
+    shows_html = isinstance(frontend, NotebookFrontend) and frontend.shows_html()
+    return "" if shows_html else started.status()
+
+
+@command("session status", _NAME)
+def _session_status(shell: Any, name: str | None = None) -> str:
+    """Show what a session runs, and its ranks."""
+    found = _running(name)
+    others = ", ".join(each for each in live_sessions.live_sessions() if each != found.name)
+    return found.status() + (f"\nother sessions: {others} (--name chooses one)" if others else "")
+
+
+_KEEP = (("--keep",), {"action": "store_true", "help": "new ranks get the variables of the old"})
+
+
+@command("session restart", _NAME, _RANK, _KEEP)
+def _restart(shell: Any, name: str | None = None, rank: Sequence[int] | None = None, keep: bool = False) -> str:
+    """Start new ranks in place of the old ones."""
+    found = _running(name)
+    check_ranks("--rank", rank, found.world_size)
+    found.restart(rank, keep=keep)
+    return "\n".join(filter(None, [found.status(), found.stale_names()]))
+
+
+@command("session regroup", _NAME)
+def _regroup(shell: Any, name: str | None = None) -> str:
+    """Create a session's process group anew; its ranks keep their variables."""
+    found = _running(name)
+    found.regroup()
+    return "\n".join(filter(None, [found.status(), found.stale_names()]))
+
+
+@command("session stop", _NAME)
+def _session_stop(shell: Any, name: str | None = None) -> str:
+    """End a session's ranks."""
+    found = _running(name)
+    found.stop()
+    return f"session {found.name} stopped"
+
+
+@command("who", _NAME)
+def _who(shell: Any, name: str | None = None) -> str:
+    """List the names that a session's ranks have."""
+    found = _running(name)
+    lines = []
+    for rank in range(found.world_size):
+        lines += [f"rank {rank}", *(f"  {line}" for line in found.lines_of(rank))]
+    return "\n".join(lines)
+
+
+@command("debug", _NAME, (("--rank",), {"type": int, "help": "this rank, instead of the first to fail"}))
+def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
+    """Debug a background launch whose rank waits for you, else the last error of a session's cell."""
+    waiting = [each for each in live_launches() if each.console.stopped]
+    if waiting and name is None and rank is None:
+        waiting[0].wait()
+        return ""
+    found, chosen = _running(name), [] if rank is None else [rank]
+    check_ranks("--rank", chosen, found.world_size)
+    found.debug(*chosen)
+    return ""
+
+
+@command("auto", (("state",), {"choices": ("on", "off")}))
+def _auto(shell: Any, state: str) -> str:
+    """Run every cell in the session, or no longer; %%local on top of a cell runs it here."""
+    if state == "on":
+        _running(None)
+    host().cells()  # those before this one ran here
+    set_auto(shell, state == "on")
+    if state == "on":
+        return "every cell runs in the session; %%local on top of a cell runs it here"
+    return "cells run here again"
+
+
+def help_text() -> str:
+    """Return what each sub-command does, with its options."""
+    return "\n".join(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())
+
+
+def show(text: str) -> None:
+    from IPython.display import display
+
+    if text:
+        display({"text/plain": text}, raw=True)
