@@ -20,7 +20,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError
-from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers, text_names
+from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.wire.messages import Cell, Payload, RootLogger, Settings, Source, WarningFilter
@@ -229,18 +229,14 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _unseen(roots: Iterable[tuple[str, Any]], namespace: dict[str, Any]) -> set[str]:
-    """Return the notebook's names that cloudpickle misses: in class bodies inside functions, strings, annotations."""
+    """Return the notebook's names in class bodies inside functions, which cloudpickle misses."""
     names: set[str] = set()
     waiting = list(roots)
     while waiting:
-        found, hinted = set[str](), set[str]()
+        found: set[str] = set()
         for _, value in _walk(waiting):
             if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
                 found |= pickling.names_in_class_bodies(value.__code__).intersection(namespace)
-                hinted |= text_names.hinted_names(value)
-            elif isinstance(value, type) and value.__module__ == "__main__":
-                hinted |= text_names.hinted_names(value)
-        found |= text_names.sendable(hinted.difference(parameters.PROVIDED, names, found), namespace)
         waiting = [(name, namespace[name]) for name in found - names]
         names |= found
     return names

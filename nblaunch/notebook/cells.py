@@ -17,7 +17,6 @@ from IPython.core.getipython import get_ipython
 
 from nblaunch.launch import live_sessions
 from nblaunch.launch.export.cell_statements import changed_names, global_names
-from nblaunch.transfer import text_names
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
 
@@ -84,9 +83,7 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
     """Return the notebook's names that the cell reads, without those that it assigns first."""
     used: set[str] = set()
     bound: set[str] = set()
-    tree, flags = ast.parse(cell.source), ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    hinted = text_names.names_in_annotations(tree) | text_names.names_in_strings(compile(tree, "", "exec", flags))
-    for statement in map(_Synchronous().visit, tree.body):
+    for statement in map(_Synchronous().visit, ast.parse(cell.source).body):
         table = symtable.symtable(ast.unparse(statement), cell.filename, "exec")
         reads = {*global_names(table, reads=True), *_in_notebook_syntax(statement)}
         reads |= changed_names(statement, table)
@@ -95,7 +92,6 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
             bound |= {
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
             }
-    used |= text_names.sendable(hinted - used - bound, namespace)
     return sorted(name for name in used if name in namespace and name not in PROVIDED and not name.startswith("__"))
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.machine.segments import Region, Segment
-from nblaunch.transfer import pickling, text_names
+from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.parcel import region_of
 from nblaunch.transfer.sent_data import sent_data_cache
@@ -218,13 +218,13 @@ class _Round:
     _visited: set[int] = field(default_factory=set)
     """Ids of the classes whose names are known."""
 
-    def need(self, names: Iterable[str], is_hint: bool = False) -> None:
-        """Digest these names, and those that their values use. A hint that cannot be sent is left out."""
+    def need(self, names: Iterable[str]) -> None:
+        """Digest these names, and those that their values use."""
         found = self.sent.names
         for name in sorted(names, key=lambda name: (not _is_kept(found.get(name)), name)):  # a model owns its tensors
             is_known = name in self.digests or name in self._open or name in PROVIDED
             if name in found and not is_known and not name.startswith("__"):
-                self._digest(name, is_hint)
+                self._digest(name)
 
     def scan(self, value: Any) -> None:
         self._dump("", value)
@@ -238,12 +238,12 @@ class _Round:
             self._visited.add(id(definition))
             self._dump(root, definition)
 
-    def _digest(self, name: str, is_hint: bool) -> None:
+    def _digest(self, name: str) -> None:
         self._open.add(name)
         try:
             digest, things = self._dump(name, self.sent.names[name])
         except Exception:
-            if name in self.bound or is_hint:
+            if name in self.bound:
                 return
             raise
         finally:
@@ -256,7 +256,6 @@ class _Round:
         home = _Digesting(self, name)
         pickling.Pickler(hasher, hasher, home).dump(value)
         self.need(home.used)
-        self.need(home.hinted, is_hint=True)
         return hasher.digest(), home.own
 
 
@@ -271,7 +270,6 @@ class _Digesting:
     def __init__(self, round_: _Round, name: str, is_plain: bool = False) -> None:
         self.names = round_.sent.names
         self.used: set[str] = set()
-        self.hinted: set[str] = set()
         self.own: list[Any] = []
         self._round, self._name, self._is_plain = round_, name, is_plain
 
@@ -295,7 +293,6 @@ class _Digesting:
     def note(self, definition: types.FunctionType | type) -> None:
         if isinstance(definition, types.FunctionType):
             self.used |= pickling.globals_used(definition).intersection(self.names)
-        self.hinted |= text_names.hinted_names(definition).intersection(self.names)
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         if not _is_kept(obj):

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -272,68 +271,6 @@ def test_sent_data_is_listed_largest_first(notebook: Notebook) -> None:
 def test_the_body_of_a_class_in_a_function_has_its_globals(notebook: Notebook) -> None:
     names = notebook.run("size = 3\ndef train():\n    class Net:\n        width = size\n    return Net.width")
     assert arrived(for_function(names["train"], (), None)).function() == 3
-
-
-TEXT = """
-import threading
-from string import Template
-from typing import Optional, get_type_hints
-import pandas as pd
-lr, data, lock = 0.1, [1], threading.Lock()
-class Net: ...
-class Part:
-    net: "list[Net]"
-    lock: "lock"
-class Whole(Part):
-    part: Optional["Part"] = None
-table = pd.DataFrame({"a": [0, 1]})
-def rate(): return eval("lr")
-def train():
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "value"),
-    [
-        ("return eval('lr * 2')", 0.2),
-        ("exec('found = [lr]', globals()); return globals()['found']", [0.1]),
-        ("return [globals()[name] for name in ('lr', 'data', 'lock') if name in globals()]", [0.1, [1]]),
-        ("return eval('rate()')", 0.1),
-        ("import __main__; return __main__.lr + getattr(__main__, 'lr')", 0.2),
-        ("return (lambda: eval('lr'))()", 0.1),
-        ("return Template('$lr ${data}').substitute(globals())", "0.1 [1]"),
-        ("return 'at {lr:.2f}'.format_map(globals())", "at 0.10"),
-        ("return table.query('a > @lr').a.tolist()", [1]),
-        ("return [*get_type_hints(Whole, globals(), {'lock': int})]", ["net", "lock", "part"]),
-        ("def f(x: Net) -> data: ...\n    return [*get_type_hints(f, globals(), {'data': int})]", ["x", "return"]),
-        (
-            "class Own:\n        net: Net | Literal['data']\n    return sorted({'Net', 'data'} & {*train.__globals__})",
-            ["Net"],
-        ),
-    ],
-)
-def test_names_in_strings_and_annotations_are_sent(notebook: Notebook, body: str, value: object) -> None:
-    names = notebook.run(f"{TEXT}    {body}")
-    with pytest.MonkeyPatch.context() as rank:
-        function = arrived(for_function(names["train"], (), None)).function
-        rank.setitem(sys.modules, "__main__", SimpleNamespace(**function.__globals__))
-        assert function() == value
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "return {'data': 1, 'lr': 2}['data']",  # nothing evaluates it
-        "model.eval(); return batch['data'], batch['@']",
-        "'data'; return eval('1')",
-        "print('lr of data', '{data}' + str(table.query('a > 1'))); return lock",
-        "return eval('unknown + len(lock)')",
-    ],
-)
-def test_other_strings_send_nothing(notebook: Notebook, body: str) -> None:
-    names = notebook.run(f"{LOCK}lr, data = 0.1, [1]\ndef train(lock, batch, model, table):\n    {body}")
-    payload = for_function(names["train"], (1, 2, 3, 4), None)
-    assert not payload.anchor.__code__.co_names
 
 
 def test_names_that_a_class_binds_itself_are_not_the_notebooks(notebook: Notebook) -> None:
