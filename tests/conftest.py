@@ -31,7 +31,7 @@ from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import ForkServer, Servers, Where, servers
 from nblaunch.machine.processes import descendants, is_resource_tracker
 from nblaunch.ranks.forkserver import NAME as SERVER
-from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.parcel import sent_data_cache
 from nblaunch.wire import launch_files
 
 LONG = 180.0

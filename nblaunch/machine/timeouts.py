@@ -9,8 +9,6 @@ FDS_TAKEN_TIMEOUT_S = 600.0
 """For receivers to take descriptors in flight, once the system accepts no more."""
 FDS_RETRY_INTERVAL_S = 0.005
 """Between attempts to send descriptors while too many are in flight."""
-MEMORY_CHECK_INTERVAL_S = 1.0
-"""Between checks of free memory while sent data is cached."""
 
 # ------------------------------------------------------------------ ranks
 KERNEL_EXIT_TIMEOUT_S = 2.0

@@ -23,7 +23,7 @@ from nblaunch.machine.segments import in_words
 from nblaunch.notebook.cells import set_auto
 from nblaunch.notebook.magic_line import LineParser, in_flags, python_name, ranks
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
-from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.parcel import sent_data_cache
 
 
 class Command(NamedTuple):

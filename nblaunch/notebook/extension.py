@@ -16,7 +16,7 @@ from nblaunch.notebook import cells
 from nblaunch.notebook.completion import Inspection, complete_distributed
 from nblaunch.notebook.magics import DistributedMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
-from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.parcel import sent_data_cache
 
 _HOOK = "post_run_cell"
 _inspections: dict[int, Inspection] = {}

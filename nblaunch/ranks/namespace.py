@@ -34,7 +34,7 @@ _OF_ARRAYS = {"cupy", "jax", "jaxlib", "numpy", "pandas", "polars", "pyarrow", "
 """Packages whose arrays and tables say their shape at once."""
 
 
-class Namespace:
+class Namespace(pickling.Home):
     """The names that live in one kept rank.
 
     Attributes:
@@ -204,13 +204,7 @@ class Namespace:
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
         return Payload(question, tuple(first), {}, None, Settings(), {}, main=dict(self.main), names=names)
 
-    # -------------------------------------------------------------- a `pickling.Home`, for `_dump`
-    def note(self, definition: types.FunctionType | type) -> None:
-        """Nothing to note: the names that it uses are dumped as well."""
-
-    def alias_of(self, definition: object) -> str:
-        return ""
-
+    # -------------------------------------------------------------- a `pickling.Home`, for `_dump`: all is dumped
     def key_of(self, obj: object) -> tuple[str, bool]:
         torch = sys.modules.get("torch")
         key = self._keys.get(id(obj), "")
@@ -235,19 +229,13 @@ class _OfNotebook:
         return value is other and (value is not None or not isinstance(self._value, weakref.ref))
 
 
-class _Probe:
+class _Probe(pickling.Home):
     """A `pickling.Home` that looks for the objects for which `describe` has words."""
 
     def __init__(self, names: dict[str, Any], describe: Callable[[object], str]) -> None:
         self.names, self._describe = names, describe
         self.found = ""
         """Words for the object that was found last."""
-
-    def note(self, definition: types.FunctionType | type) -> None:
-        """Nothing to note: each name that it uses is looked at itself."""
-
-    def alias_of(self, definition: object) -> str:
-        return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         self.found = self._describe(obj) or self.found

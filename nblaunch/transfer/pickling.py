@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -55,7 +55,7 @@ class Found:
     """Source files of pickled functions that exist in ``linecache`` only."""
 
 
-class Home(Protocol):
+class Home:
     """What a pickler must know of kept ranks, which hold the notebook's names already."""
 
     names: dict[str, Any]
@@ -64,11 +64,13 @@ class Home(Protocol):
     def note(self, definition: types.FunctionType | type) -> None:
         """Note a function that is sent without its globals, or a class."""
 
-    def alias_of(self, definition: object) -> str:
+    def alias_of(self, definition: Any) -> str:
         """Return what stands for a function or class in a digest; empty: its content."""
+        return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         """Return an object's key in the receiver, and whether the key alone is sent. Empty: it has none."""
+        return "", False
 
 
 class ByItself:

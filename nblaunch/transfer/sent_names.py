@@ -22,8 +22,7 @@ from typing import Any
 from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.transfer.parcel import region_of
-from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.parcel import region_of, sent_data_cache
 from nblaunch.transfer.tensors import BufferSink
 from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
@@ -264,7 +263,7 @@ def _is_kept(obj: object) -> bool:
     return torch is not None and isinstance(obj, (torch.Tensor, torch.nn.Module))
 
 
-class _Digesting:
+class _Digesting(pickling.Home):
     """A `pickling.Home` for the digest of one name: what belongs to other names counts by its key."""
 
     def __init__(self, round_: _Round, name: str, is_plain: bool = False) -> None:
@@ -308,7 +307,7 @@ class _Digesting:
         return "", False
 
 
-class _Packing:
+class _Packing(pickling.Home):
     """A `pickling.Home` for the names that are sent: what stays with a name that the ranks have is a reference."""
 
     def __init__(self, sent: SentNames, to_send: Collection[str], plain: Collection[int] = ()) -> None:
@@ -316,12 +315,6 @@ class _Packing:
         self._sent, self._to_send = sent, to_send
         self._plain = set(plain)
         """Ids of objects that are sent whole and without a key."""
-
-    def note(self, definition: types.FunctionType | type) -> None:
-        """Nothing to note: the names are known."""
-
-    def alias_of(self, definition: object) -> str:
-        return ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         owned = self._sent.owner_of(obj) if _is_kept(obj) and id(obj) not in self._plain else None

@@ -47,7 +47,7 @@ def folder(tmp_path: Path, kernel: Kernel) -> Path:
 _CALLBACK = "get_ipython().kernel.shell_stream._recv_callback"
 _THREADS = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
 _LAUNCHES = "__import__('nblaunch.launch.handle', fromlist=['live_launches']).live_launches()"
-_FREE = "__import__('nblaunch.transfer.sent_data', fromlist=['sent_data_cache']).sent_data_cache.free()"
+_FREE = "__import__('nblaunch.transfer.parcel', fromlist=['sent_data_cache']).sent_data_cache.free()"
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.machine import segments, timeouts
-from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.parcel import sent_data_cache
 from nblaunch.wire.channel import Channel
 from tests.conftest import LONG, conformance, eventually, is_log_lock
 from tests.processes.conftest import Launcher

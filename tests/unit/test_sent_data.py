@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -14,11 +13,9 @@ import numpy as np
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine import timeouts
 from nblaunch.machine.segments import Placed, Region
-from nblaunch.transfer import sent_data, sent_names
-from nblaunch.transfer.sent_data import SentDataCache, budget
-from tests.conftest import eventually
+from nblaunch.transfer import parcel, sent_names
+from nblaunch.transfer.parcel import SentDataCache, budget
 
 MB = 1 << 20
 SMALL = MB
@@ -95,7 +92,7 @@ def test_few_descriptors_are_held_whatever_changes(kept: SentDataCache) -> None:
     for part in parts:
         part.array += 1
         placed(kept, *parts)
-    assert len(os.listdir("/proc/self/fd")) - before <= sent_data._MAX_SEGMENTS
+    assert len(os.listdir("/proc/self/fd")) - before <= parcel._MAX_SEGMENTS
 
 
 def test_the_least_recently_used_is_evicted_first(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,50 +138,8 @@ def test_freed_segments_stay_for_launches_that_run(kept: SentDataCache) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_when_memory_gets_short_they_go_by_themselves(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBLAUNCH_KEEP_BYTES")
-    monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(sent_data, "free_memory", lambda: 100 * ALONE)
-    placed(kept, Data(ALONE, 1))
-    assert kept.size >= ALONE
-    monkeypatch.setattr(sent_data, "free_memory", lambda: ALONE)
-    eventually(lambda: kept.size == 0)
-    eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()])
-
-
-def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
-    kept: SentDataCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[None] = []
-
-    def free_memory() -> int:
-        looks.append(None)
-        if len(looks) <= 2:
-            return 100 * ALONE
-        if len(looks) <= 5:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return ALONE
-
-    monkeypatch.delenv("NBLAUNCH_KEEP_BYTES")
-    monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(sent_data, "free_memory", free_memory)
-    placed(kept, Data(ALONE, 1))
-    eventually(lambda: kept.size == 0)
-    assert len(looks) > 5
-
-
-def test_free_memory_is_not_read_again_once_all_is_freed(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 3600.0)
-    placed(kept, Data(ALONE, 1))
-    monkeypatch.setattr(sent_data, "budget", looks.append)
-    kept.free()
-    eventually(lambda: kept._watch is None)
-    assert looks == []
-
-
 def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_data, "free_memory", lambda: 900)
+    monkeypatch.setattr(parcel, "free_memory", lambda: 900)
     assert budget(100) == 100
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "")
     assert budget(100) == 100
@@ -218,15 +173,6 @@ def test_launches_from_threads_get_what_they_sent(kept: SentDataCache) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: SentDataCache) -> None:
-    data = Data(ALONE, 1)
-    for _ in range(5):
-        placed(kept, data)
-        kept.free()
-        placed(kept, data)
-    eventually(lambda: not kept._wake.is_set())
 
 
 def test_kept_data_is_evicted_for_a_launch_that_needs_the_memory(
