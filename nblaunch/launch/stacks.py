@@ -16,12 +16,6 @@ _THREAD = re.compile(
     r"(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+)(?: \[(?P<name>.*)\])? \(most recent call first\):"
 )
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
-_NEVER_BEGAN = re.compile(r"  Worker (?P<number>\d+) pid (?P<pid>\d+) never began in (?P<age>\d+) s")
-_WORKER_NOTE = (
-    "DataLoader worker {number} (pid {pid}) never began: it has run none of its code since its start {age} s ago. "
-    "If it was forked, it waits for a lock that a thread held during the fork: interrupt and run again, or use "
-    'multiprocessing_context="forkserver" for the DataLoader'
-)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
 """Files whose calls into C are collectives; distributed checkpoints write files instead."""
@@ -48,24 +42,20 @@ class Stack:
     """Older calls were left out."""
     name: str = ""
     """The user's name for it; empty if unknown."""
-    workers: tuple[str, ...] = ()
-    """Notes on DataLoader workers that this thread waits for."""
 
 
 def parse(dump: str) -> list[Stack]:
     """Return the stacks of a dump in its order; of a thread that occurs twice, the later one."""
     stacks: dict[str, Stack] = {}
-    thread, name, frames, cut, workers = "", "", list[Frame](), False, list[str]()
+    thread, name, frames, cut = "", "", list[Frame](), False
     for line in [*dump.split("\n"), "Thread 0x0 (most recent call first):"]:
         if found := _THREAD.match(line):
             if thread:
-                stacks[thread] = Stack(thread, tuple(reversed(frames)), cut, name, tuple(workers))
-            thread, name, frames, cut, workers = found["thread"], _unescaped(found["name"] or ""), [], False, []
+                stacks[thread] = Stack(thread, tuple(reversed(frames)), cut, name)
+            thread, name, frames, cut = found["thread"], _unescaped(found["name"] or ""), [], False
         elif found := _FRAME.match(line):
             number = int(found["line"]) if found["line"].isdigit() else 0
             frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["function"])))
-        elif found := _NEVER_BEGAN.match(line):
-            workers.append(_WORKER_NOTE.format_map(found.groupdict()))
         cut = cut or line == "  ..."
     return list(stacks.values())
 
@@ -153,7 +143,6 @@ class StackFormatter:
             lines += [f"  {self._place(frame)}, in {frame.function}", *([f"    {text}"] if text else [])]
         if len(lines) == 1:
             lines.append("  no Python code")
-        lines += [f"  {worker}" for worker in stack.workers]
         return "\n".join(lines)
 
     def _is_users(self, frame: Frame) -> bool:

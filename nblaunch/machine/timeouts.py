@@ -37,8 +37,6 @@ GPU_WORK_TIMEOUT_S = 10.0
 """For a rank's GPU to finish before its process group is replaced. Then a collective counts as one that never ends."""
 PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
-WORKER_START_TIMEOUT_S = 2.0
-"""For a forked DataLoader worker to run its first line; usually milliseconds. Later, stacks report it as hung."""
 
 # ------------------------------------------------------------------ engines
 SERVER_START_TIMEOUT_S = 120.0

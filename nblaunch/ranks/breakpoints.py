@@ -20,7 +20,6 @@ from typing import Any
 
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import is_rank_runtime, is_users
-from nblaunch.ranks import main_module
 from nblaunch.ranks.kernel_channel import Keyboard
 from nblaunch.wire.messages import Closed, Debugging, Look, Opened, OpenedBy, Printed
 
@@ -156,7 +155,6 @@ class Breakpoints:
         link.send(Closed(*place))
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:
-        main_module.get_ipython()  # which a spawned rank has not created yet
         return importlib.import_module("nblaunch.ranks.debugger").RankDebugger(self._keyboard, by, command)
 
 

@@ -14,9 +14,7 @@ import io
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -100,44 +98,16 @@ def _make(make: Callable[..., Any], made_of: tuple[Any, ...], name: str) -> Any:
 
 
 # ------------------------------------------------------------------ get_ipython and display
-# In forked ranks IPython's shell exists before the fork. A spawned rank creates it on first use: a function that needs
-# no shell does not wait for IPython's import.
-
-_namespace: dict[str, Any] = {}
-
-
-def prepare_shell() -> None:
-    importlib.import_module("nblaunch.ranks.rank_shell").rank_shell()
-
-
+# In forked ranks IPython's shell exists before the fork.
 def install_shell(namespace: dict[str, Any]) -> None:
-    """Install the names in builtins and in the shipped functions' globals, which become the shell's namespace."""
-    global _namespace
-    _namespace = namespace
+    """Install the names in the shipped functions' globals, which become the shell's namespace, and in builtins."""
     reducers.provide_shell(get_ipython)
     namespace["get_ipython"] = reducers.get_ipython
-    if "IPython" in sys.modules:
-        _enter()
-    else:
-        builtins.display = _display  # type: ignore[attr-defined]  # as IPython does
-        if not isinstance(sys.meta_path[0], _ShellBesideIPython):  # installed by a kept rank's previous task
-            sys.meta_path.insert(0, _ShellBesideIPython())
+    get_ipython().enter(namespace)
 
 
 def get_ipython() -> Any:
-    importlib.import_module("IPython")  # which creates the shell in a spawned rank
     return importlib.import_module("nblaunch.ranks.rank_shell").rank_shell()
-
-
-def show_value(value: Any) -> None:
-    get_ipython().displayhook(value)
-
-
-def before_cell(source: str) -> None:
-    """Run the hooks that extensions, such as autoreload, have registered for the start of a cell."""
-    module = sys.modules.get("nblaunch.ranks.rank_shell")
-    if module is not None:
-        module.rank_shell().begin_cell(source)
 
 
 def after_task() -> None:
@@ -151,39 +121,5 @@ def after_task() -> None:
             backend.show_open_figures()
         except Exception:  # noqa: BLE001  # whatever the user's artists raise
             traceback.print_exc()
-    module = sys.modules.get("nblaunch.ranks.rank_shell")
-    if module is not None:
-        module.rank_shell().events.trigger("post_execute")
+    get_ipython().events.trigger("post_execute")
     rank_display.finish()
-
-
-def _enter() -> None:
-    get_ipython().enter(_namespace)
-
-
-def _display(*objects: Any, **options: Any) -> Any:
-    return importlib.import_module("IPython.display").display(*objects, **options)
-
-
-class _ShellBesideIPython(MetaPathFinder):
-    """Creates the rank's shell when user code imports IPython: its ``display`` looks the shell up."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != "IPython":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            loader.exec_module = _then_enter(loader.exec_module)
-        return spec
-
-
-def _then_enter(execute: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
-    def exec_module(module: types.ModuleType) -> None:
-        execute(module)
-        _enter()
-
-    return exec_module

@@ -126,6 +126,7 @@ class RankShell(InteractiveShell):
         self.init_pushd_popd_magic()
 
     def begin_cell(self, source: str) -> None:
+        """Run the hooks that extensions, such as autoreload, have registered for the start of a cell."""
         self.events.trigger("pre_execute")
         self.events.trigger("pre_run_cell", ExecutionInfo(source, False, False, False, None))
 

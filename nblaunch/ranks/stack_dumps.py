@@ -17,11 +17,9 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from types import FrameType
 
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import processes
 from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead, rank_file, stacks_pipe
 from nblaunch.wire.messages import RankSpec
 
@@ -30,7 +28,6 @@ _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
 first and last real-time signals. macOS has no real-time signals, but SIGINFO."""
 _MAX_CALLS = 100
 """faulthandler's limit."""
-_LOADERS_WAIT = ("torch/utils/data/dataloader.py", "_try_get_data")
 
 
 def answer(spec: RankSpec) -> None:
@@ -75,30 +72,8 @@ def dump() -> str:
 
 def _calls(frame: FrameType | None) -> str:
     lines: list[str] = []
-    workers: list[str] = []
     while frame is not None and len(lines) < _MAX_CALLS:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
-        if code.co_filename.endswith(_LOADERS_WAIT[0]) and code.co_name == _LOADERS_WAIT[1]:
-            workers += _never_begun(frame.f_locals.get("self"))
         frame = frame.f_back
-    return "".join([*lines, *(["  ...\n"] if frame is not None else []), *workers])
-
-
-def _never_begun(loader: object) -> Iterator[str]:
-    """Yield a line for each DataLoader worker that was forked but hangs before its first line."""
-    for number, worker in enumerate(getattr(loader, "_workers", ())):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # exited, or no /proc
-            if (age := _age_of_unbegun(worker.pid)) > timeouts.WORKER_START_TIMEOUT_S:
-                yield f"  Worker {number} pid {worker.pid} never began in {age:.0f} s\n"
-
-
-def _age_of_unbegun(pid: int) -> float:
-    """Return the seconds since a DataLoader worker's fork; 0.0 once it handles SIGTERM, its first action."""
-    with open(f"/proc/{pid}/status") as file:
-        status = dict(line.split(":", 1) for line in file)
-    if "Z" in status["State"] or int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
-        return 0.0
-    with open(f"/proc/{pid}/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])  # since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return "".join([*lines, *(["  ...\n"] if frame is not None else [])])

@@ -68,7 +68,7 @@ def prepare() -> None:
 
     environment.find_pools()
     process_group.find_backends()
-    main_module.prepare_shell()
+    main_module.get_ipython()
     forget_finalizers()
 
 
@@ -378,7 +378,7 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     if cell.ranks is not None and context.rank not in cell.ranks:
         return None
     linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
-    main_module.before_cell(cell.source)
+    main_module.get_ipython().begin_cell(cell.source)
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):  # in one code with the rest: a debugger steps from line to line
@@ -396,7 +396,7 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     finally:
         value = namespace.pop(_VALUE, None)
     if cell.shows_value and context.rank != cell.value_rank and value is not None:
-        main_module.show_value(value)
+        main_module.get_ipython().displayhook(value)
     return None if cell.keeps_value else value
 
 

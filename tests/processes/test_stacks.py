@@ -78,18 +78,6 @@ class Never:
         time.sleep(LONG)
 
 
-def begin_no_worker(rank: int, folder: Path) -> None:
-    """Wait for two workers; the second blocks at its fork, before its first line."""
-    forks = iter(range(2))
-    keep = [False]
-    os.register_at_fork(
-        before=lambda: keep.__setitem__(0, next(forks, 0) == 1),
-        after_in_child=lambda: time.sleep(LONG) if keep[0] else None,
-    )
-    ready(folder, rank)
-    list(DataLoader(Never(), num_workers=2))  # type: ignore[arg-type]  # it has what a loader needs
-
-
 def nap(rank: int, folder: Path) -> tuple[float, bool]:
     """Sleep in a thread too; how long the sleep took, and whether the thread's did."""
     ends: list[float] = []
@@ -201,20 +189,6 @@ def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Pa
         r'Thread \S+( \(wait_beside\))? \(most recent call last\):\n  File ".*", line \d+, in wait_beside\n', texts[3]
     )
     assert re.search(r"Thread QueueFeederThread of a library \(most recent call last\):\n", texts[2])
-    end(launch)
-
-
-def test_stacks_report_a_worker_that_never_began(start_method: str, tmp_path: Path) -> None:
-    launch = begun(begin_no_worker, tmp_path, start_method, ranks=1)
-    texts: dict[int, str] = {}
-
-    def look() -> bool:
-        texts.update(launch.stacks())
-        return "never began" in texts[0]
-
-    eventually(look, LONG, lambda: texts)
-    main = texts[0].partition("\n\n")[0]
-    assert re.findall(r"DataLoader worker (\d+) \(pid \d+\) never began", main) == ["1"]
     end(launch)
 
 
