@@ -32,9 +32,7 @@ class Breakpoints:
         self.labels: Mapping[str, str] = {}
         """The notebook's names of cells, by file."""
         self._debuggers: dict[int, Any] = {}
-        """Those of breakpoints, by thread."""
         self._is_looking = False
-        """A look is open."""
         self._has_noted: set[tuple[str, int]] = set()
         self._fails = False
         keyboard.look = self._look_in_thread

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_ELEMENTS = 10_000
-"""Elements of a container that are compared."""
 _MAX_PARTS = 1_000
 """Elements and attributes of a value, and of these, that `content_of` looks at."""
 _MAX_SAMPLES = 4_096

@@ -24,7 +24,6 @@ from nblaunch.wire.collective_table import POINT_TO_POINT, UNKNOWN, Begun, Colle
 from nblaunch.wire.session_messages import CollectivesBegun
 
 _HOOK_ID = 0x6E626C
-"""Names our hook in a group."""
 _KERNELS: list[Any] = []
 """Keeps the kernels of `install_kernels` registered."""
 _CALL = re.compile(r"allreduce|broadcast|reduce_scatter|reduce|allgather|gather|scatter|alltoall|\w*barrier|send|recv")
@@ -61,7 +60,6 @@ class CollectiveLog:
         """By name; none where torch has the hook."""
         self._uncertain = 0
         self._place = (0, 1)
-        """The rank and the world size of the launch."""
 
     def open(self, scratch: str, rank: int, world_size: int) -> None:
         """Log to this rank's rows of the table, for the kernel, from now on."""
@@ -158,7 +156,6 @@ def _shown(tensors: int = 0, numel: int = 0, dtype: Any = None) -> str:
 
 
 collective_log = CollectiveLog()
-"""This process's."""
 
 
 def install_kernels() -> None:

@@ -32,7 +32,6 @@ from nblaunch.wire.messages import Closed, Opened, OpenedBy, Printed
 
 _MAX_ERROR = 1000
 _MAX_TEXT = 1 << 20
-"""Characters that one command may print."""
 _JOINED = frozenset({
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "backward", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier",

@@ -37,7 +37,6 @@ _END_OF_LOG = b"nblaunch: this log ends at NBLAUNCH_MAX_LOG_BYTES: further outpu
 drops: Drops | None = None
 """Notes output that this rank could not write to its logs; None outside ranks."""
 _max_log_bytes: int | None = None
-"""The size limit of each log; None for no limit."""
 _imported_filters: list[Any] = []
 """Warning filters that the fork server's imports have added, which each rank's own imports would have added."""
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -31,7 +31,6 @@ from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import PROTOCOL, Hello, Importing, NewReaper, NotStarted
 
 NAME = "nblaunch-server"
-"""The process name of fork servers."""
 
 
 def main(fd: int, kernel: int, tracker: int, preload: Sequence[str], ahead: Sequence[str], cwd: str) -> NoReturn:

@@ -33,13 +33,9 @@ class KernelChannel:
         self.rank = rank
         self.owner = os.getpid()
         self.task = 0
-        """The task that runs, or ran last."""
         self.armed = False
         """Whether SIGINT raises KeyboardInterrupt now."""
-        self.on_typed: Callable[[ToDebugger], None] = lambda message: None
-        """Called by the reading thread with what the kernel has for the debugger."""
-        self.on_interrupt: Callable[[], None] = lambda: None
-        """Called by the reading thread after it has sent a SIGINT."""
+        self.keyboard = Keyboard(self)
         self._asked = 0
         """The last task that the kernel wants to interrupt."""
         self._seen = 0
@@ -54,7 +50,6 @@ class KernelChannel:
         self._speaking = False
         """The main thread sends a message."""
         self._turn = threading.Lock()
-        """Held while a thread sends."""
         self._arriving: queue.SimpleQueue[tuple[Task, list[int]] | None] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # Ray blocks SIGINT on its nodes
@@ -125,7 +120,7 @@ class KernelChannel:
                     with contextlib.suppress(OSError):  # too many open files
                         process_group.hush()
                     signal.pthread_kill(self._main, signal.SIGINT)
-                    self.on_interrupt()
+                    self.keyboard.wake()
                     deferral = self._deferral
                     if deferral is not None and message.task == self.task:  # the main thread may wait in C
                         deferral.ask()
@@ -133,10 +128,10 @@ class KernelChannel:
                     with contextlib.suppress(Exception):  # it is asked again, and then killed
                         process_group.cut()  # before the next task is read
                 elif isinstance(message, (Typed, Look)) and message.task == self.task:
-                    self.on_typed(message)
+                    self.keyboard.take(message)
         finally:
             self._arriving.put(None)
-            self.on_interrupt()
+            self.keyboard.wake()
 
     def _receive(self) -> tuple[object, list[int]] | None:
         """Wait for a message; None at EOF. A task that has lost its descriptors fails, and the rank lives on."""
@@ -200,8 +195,6 @@ class Keyboard:
         """Of the last request."""
         self._is_let_go = False
         """The thread that waits for a line is to end its input."""
-        link.on_typed = self._take
-        link.on_interrupt = self._release
 
     @property
     def is_here(self) -> bool:
@@ -236,14 +229,15 @@ class Keyboard:
         self._is_let_go = True
         self._lines.put(None)
 
-    def _take(self, message: ToDebugger) -> None:
+    def take(self, message: ToDebugger) -> None:
+        """Called by the reading thread with what the kernel has for the debugger."""
         if isinstance(message, Typed):
             self._lines.put(message)
         else:
             self.look(message)
 
-    def _release(self) -> None:
-        """Let the thread that waits for a line see the interrupt: no SIGINT reaches any but the main one."""
+    def wake(self) -> None:
+        """Let the thread that waits for a line see an interrupt: no SIGINT reaches any but the main one."""
         self._lines.put(None)
 
     # -------------------------------------------------------------- input()

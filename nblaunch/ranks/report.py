@@ -45,7 +45,6 @@ class Context:
     world_size: int
     device: str
     spool: int
-    """The descriptor of the spool file."""
     log_dir: str
     drops: Drops | None = None
     """Notes reports that do not fit on the disk."""
@@ -165,7 +164,6 @@ class Progress:
 
 
 _bars: weakref.WeakSet[Progress] = weakref.WeakSet()
-"""The open bars of this process."""
 
 
 class progress(Generic[T]):  # noqa: N801  # called like a function: for batch in progress(loader)

@@ -27,7 +27,6 @@ _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
 """Not SIGUSR1 or SIGUSR2: Slurm, Lightning and torch's elastic agent use them. Language runtimes and Valgrind use the
 first and last real-time signals. macOS has no real-time signals, but SIGINFO."""
 _MAX_CALLS = 100
-"""faulthandler's limit."""
 
 
 def answer(spec: RankSpec) -> None:

@@ -44,7 +44,7 @@ from nblaunch.ranks import (
 )
 from nblaunch.ranks.breakpoints import Breakpoints
 from nblaunch.ranks.collective_log import collective_log, cut_kernel
-from nblaunch.ranks.kernel_channel import KernelChannel, Keyboard
+from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, Interrupted, current, enter
 from nblaunch.transfer import cell_effects, definitions, parameters
@@ -57,7 +57,6 @@ from nblaunch.wire.session_messages import Names, NamesTaken, Question
 
 _log = logging.getLogger(__name__)
 _VALUE = "__nblaunch_value__"
-"""The name that a cell binds to the value of its last expression."""
 HIDES_OLDER_FRAMES = "__ipython_bottom__"
 """A value of ``__tracebackhide__`` by which IPython's debugger hides a frame and those that have called it."""
 LoadPayload = Callable[[list[int]], Payload]
@@ -158,7 +157,7 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     home = Namespace(spec.rank) if spec.is_kept else None
     if spec.is_kept:
         processes.become_subreaper()  # another rank's death must not cost this rank's orphans
-    breakpoints = Breakpoints(Keyboard(link))
+    breakpoints = Breakpoints(link.keyboard)
     if home is not None:
         home.examine = breakpoints.examine
     code, is_last = 0, False

@@ -33,7 +33,6 @@ Attribute = tuple[str, str, str]
 _STREAMS = {("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
 _ABSENT = object()
 _last: dict[Attribute, bytes] = {}
-"""Digests of what was set in this rank."""
 
 
 def imported_in(cells: Iterable[str]) -> dict[str, bool]:

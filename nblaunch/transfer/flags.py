@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 class _Flag(NamedTuple):
     module: str
     read: Callable[[Any], Any]
-    """Takes the module."""
     set: Callable[[Any, Any], object]
-    """Takes the module and the value that `read` returned."""
 
 
 def _attribute(module: str, name: str) -> _Flag:

@@ -59,7 +59,6 @@ class _Layout:
     """What the receiver of a parcel must know before it reads the pickle."""
 
     segments: int
-    """How many there are."""
     buffers: tuple[_Place | int, ...]
     """For each buffer its place, or the index of a shared descriptor."""
     parts: tuple[str, ...]
@@ -88,7 +87,6 @@ class Outgoing(BufferSink):
         self.sizes: dict[str, int] = {}
         self.from_gpu = 0
         self._owners: list[object] = []
-        """Keep the memory alive."""
         self._storages: list[tuple[Any, Region]] = []
         self._seen: set[Region] = set()
         self._small_bytes = self._uncounted_bytes = 0

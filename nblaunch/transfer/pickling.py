@@ -24,7 +24,6 @@ import cloudpickle
 from nblaunch.transfer import definitions, reducers, tensors
 
 _MAX_EXPLAINED_DEPTH = 6
-"""How deep into an object to search for the part that cannot be pickled."""
 _IN_CLASS_BODIES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _GLOBAL_LOOKUPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", *_IN_CLASS_BODIES}
 """Instructions that look a name up in globals; in a class body, after the body's own names."""

@@ -64,7 +64,6 @@ class SentNames:
         self._lost: list[set[str]] = [set() for _ in range(ranks)]
         """Of each rank: the keys of tensors and modules that it had, and that a task must not refer to."""
         self._digests: dict[str, bytes] = {}
-        """The last digest of each name."""
         self._owned: dict[int, _Owned] = {}
         """By the id of the object."""
         self._owned_by: dict[str, dict[int, _Owned]] = {}
@@ -213,7 +212,6 @@ class _Round:
     holds: dict[str, set[str]] = field(default_factory=dict)
     """By name: other names whose tensors or modules its value has."""
     _open: set[str] = field(default_factory=set)
-    """Names that are being digested."""
     _visited: set[int] = field(default_factory=set)
     """Ids of the classes whose names are known."""
 

@@ -39,9 +39,7 @@ class Begun:
     line: int = 0
     """The user's line that called it, in `file`; 0 if it is not known."""
     time_ns: int = 0
-    """When it began, by the monotonic clock."""
     group: str = ""
-    """The name of the process group."""
     members: str = ""
     """The ranks of the process group, such as ``0-3,6``; empty: all; `UNKNOWN`: not known."""
     call: str = ""
@@ -89,7 +87,6 @@ class CollectiveRows:
     def __init__(self, scratch: str, rank: int) -> None:
         self._map: mmap.mmap | None = None
         self._groups: dict[str, int] = {}
-        """The row of each group."""
         self._versions = [0] * ROWS
         with suppress(OSError, ValueError), open(collective_rows(scratch), "rb+", buffering=0) as file:
             self._map = mmap.mmap(file.fileno(), (rank + 1) * _BLOCK)

@@ -54,7 +54,6 @@ class Shown:
     body: str | None = None
     """None if it is in a file: `launch_files.output_file`."""
     size: int = 0
-    """Bytes of the body."""
     width: int | None = None
     height: int | None = None
 

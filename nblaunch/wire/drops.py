@@ -17,7 +17,6 @@ from nblaunch.machine.processes import open_table
 from nblaunch.wire.launch_files import drop_flags
 
 _ROW = struct.Struct("=??i")
-"""Of a rank: whether it lost output, and reports; the reason of the last loss."""
 _REASON = struct.Struct("=i")
 _LIMIT = "NBLAUNCH_MAX_LOG_BYTES"
 _MAX_LOG_BYTES = 1_000_000_000
@@ -28,9 +27,7 @@ class Dropped:
     """What one rank has dropped."""
 
     output: bool = False
-    """Some of stdout or stderr."""
     reports: bool = False
-    """Calls of ``nblaunch.report``."""
     reason: int = 0
     """An errno, or 0 for the user's limit."""
 

@@ -43,7 +43,6 @@ def collective_rows(scratch: Directory) -> Path:
 
 # ------------------------------------------------------------------ the lock of a directory of a kernel or agent
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""The errnos of a file system without locks."""
 
 
 def acquire_lock(directory: Path) -> int | None:
@@ -91,7 +90,6 @@ class DumpHead:
     pipe: str
     """The FIFO that the rank's own thread reads."""
     main: str
-    """The main thread, as dumps name it."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"

@@ -144,14 +144,12 @@ class World:
     master_port: int
     backend: str
     device: str
-    """``"cpu"`` or ``"cuda:N"``."""
     threads: int
     generation: int = 0
     """Number of the default process group: a rank keeps its group while this stays the same."""
     waits_for_user: bool = False
     """Whether a rank may wait in a collective for one that the user debugs: then the kernel limits the time."""
     no_group: str = ""
-    """Why there is no default process group, and what to do; empty if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,6 @@ class Debugging:
     """What a task does where it would stop for the user."""
 
     can_type: bool = False
-    """Whether the user can type lines for the ranks."""
     fails: bool = False
     """Whether ``breakpoint()`` raises an exception where no one can type; else it prints its place."""
     post_mortem: bool = False
@@ -181,11 +178,8 @@ class Task:
     log_dir: str = ""
     """The folder for a kept rank's output and reports during the task; empty: that of the previous task."""
     joins: bool = True
-    """Whether the task needs the process group."""
     path: tuple[str, ...] = ()
-    """Entries that a kept rank's ``sys.path`` must have."""
     is_last: bool = False
-    """Whether the rank exits after it."""
     takes_part: bool = True
     """Whether the rank runs it; else it returns None at once."""
     debugging: Debugging = field(default_factory=Debugging)
@@ -238,9 +232,7 @@ class Done:
     task: int
     time_ns: int
     changed: tuple[str, ...] = ()
-    """Names of arguments and globals that the function changed but did not return."""
     was_stopped: bool = False
-    """Whether an interrupt has ended the function early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +240,7 @@ class GpuMemory:
     """The memory of a rank's GPU, in bytes, when an exception ended the task."""
 
     device: str
-    """``"cuda:N"``, as the rank numbers its GPUs."""
     tensors: int
-    """What the rank's tensors hold."""
     reserved: int
     """What torch's allocator holds there for the rank: `tensors`, and a cache."""
     free: int
@@ -274,7 +264,6 @@ class Failed:
     collective: str = ""
     """The collective that raised it, if any: such an error is often another rank's fault."""
     status: int = 0
-    """For ``exit``: the status."""
     gpu: GpuMemory | None = None
     """If a GPU is out of memory: what the rank held there."""
     advice: str = ""
@@ -287,7 +276,6 @@ class Leaving:
 
     rank: int
     task: int
-    """The last task; 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +305,6 @@ class RootLogger:
 
     level: int
     has_handler: bool = False
-    """Whether a handler writes to stdout or stderr."""
     is_stdout: bool = False
     format: str = "%(message)s"
     datefmt: str | None = None
@@ -331,7 +318,6 @@ class WarningFilter:
     action: str
     message: re.Pattern[str] | str | None
     category: tuple[str, str]
-    """Module and qualified name."""
     module: re.Pattern[str] | str | None
     lineno: int
 
@@ -351,7 +337,6 @@ class Payload:
     imports: Mapping[str, bool] = field(default_factory=dict)
     """Modules that cells have imported, for their effect: see `nblaunch.transfer.cell_effects`."""
     attributes: Mapping[tuple[str, str, str], Any] = field(default_factory=dict)
-    """Attributes of modules that cells have set."""
     sources: Mapping[str, Source] = field(default_factory=dict)
     main: Mapping[str, Any] = field(default_factory=dict)
     """Classes and functions that only the notebook's ``__main__`` defines. Pickled last, like `sources`."""
@@ -367,9 +352,7 @@ class Cell:
     filename: str
     label: str
     ranks: tuple[int, ...] | None = None
-    """Ranks that run it; None: all."""
     shows_value: bool = False
-    """Ranks display the value of the last expression."""
     value_rank: int = -1
     """The rank whose value the notebook displays itself; -1: none."""
     keeps_value: bool = False
@@ -399,7 +382,6 @@ class Opened:
     task: int
     by: OpenedBy
     filename: str = ""
-    """Of the frame."""
     line: int = 0
     function: str = ""
     error: str = ""
