@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -43,10 +43,6 @@ class _Group:
     members: str
     count: int = 0
     last: Begun = field(default_factory=Begun)
-    """If the same call was repeated, without the present `count` and `time_ns`."""
-    time_ns: int = 0
-    call: tuple[Any, ...] = ()
-    """What distinguishes the last call from others."""
 
 
 class CollectiveLog:
@@ -73,8 +69,7 @@ class CollectiveLog:
     def begun(self) -> CollectivesBegun:
         if self._default is None:
             return CollectivesBegun(uncertain=self._uncertain)
-        last = replace(self._default.last, count=self._default.count, time_ns=self._default.time_ns)
-        return CollectivesBegun(last, self._uncertain, is_counted=True)
+        return CollectivesBegun(self._default.last, self._uncertain, is_counted=True)
 
     def end_groups(self) -> None:
         """Forget what was begun: the process groups are destroyed. Later ones have the same names."""
@@ -115,10 +110,6 @@ class CollectiveLog:
             self._note(found, name, tensors)
 
     def _note(self, group: _Group, name: str, tensors: list[Any]) -> None:
-        """Log a call. Mostly it is the last one again: then only the count and the time change.
-
-        Between two steps of a training loop the caches are cold, and each line here takes ten times as long.
-        """
         frame: FrameType | None = sys._getframe().f_back
         is_other_threads = threading.get_ident() != self._thread and _is_of_user(threading.get_ident())
         is_transfer = name in POINT_TO_POINT
@@ -131,15 +122,10 @@ class CollectiveLog:
             while frame is not None and not _is_users(frame.f_code.co_filename):
                 frame = frame.f_back
             file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-            size = (len(tensors), tensors[0].numel(), tensors[0].dtype) if tensors else ()
-            seen, now = (name, file, line, size), time.monotonic_ns()
-            group.time_ns = group.time_ns if is_transfer else now
-            if seen == group.call and self._rows is not None and self._rows.repeat(group.name, group.count, line, now):
-                return
-            begun = Begun(group.count, line, now, group.name, group.members, name.lower(), _shown(*size), file)
+            detail = _shown(len(tensors), tensors[0].numel(), tensors[0].dtype) if tensors else ""
+            begun = Begun(group.count, line, time.monotonic_ns(), group.name, group.members, name.lower(), detail, file)
             if self._rows is not None:
                 self._rows.write(begun)
-            group.call = seen
             if not is_transfer:
                 group.last = begun
 
@@ -150,9 +136,9 @@ def _is_of_user(thread: int) -> bool:
     return found is not None and not isinstance(found, threading._DummyThread)
 
 
-def _shown(tensors: int = 0, numel: int = 0, dtype: Any = None) -> str:
+def _shown(tensors: int, numel: int, dtype: Any) -> str:
     more = f" and {tensors - 1} more" if tensors > 1 else ""
-    return f"{numel} {str(dtype).removeprefix('torch.')}{more}" if tensors else ""
+    return f"{numel} {str(dtype).removeprefix('torch.')}{more}"
 
 
 collective_log = CollectiveLog()

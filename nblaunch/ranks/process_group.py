@@ -5,10 +5,9 @@ Runs in ranks; the fork server calls `install` and `find_backends` ahead. `insta
 rank, the wrapper
 
 * destroys nblaunch's default group when user code initializes its own;
-* gives every ``env://`` and ``tcp://`` initialization a store prefix of its own. Otherwise a second group would read
-  the stale addresses of the first, and all ranks fail after 41 s;
-* serves the store for a loopback MASTER_ADDR on 127.0.0.1 alone, where torch listens on every interface. The store
-  stays for the next initialization, so no rank can connect to an earlier one;
+* gives every ``env://`` and ``tcp://`` initialization at a loopback address the launch's store, which no one else can
+  occupy or reach from outside, under a prefix of its own. Otherwise a second group would read the stale addresses of
+  the first, and all ranks fail after 41 s;
 * refuses a group of all ranks while one of them is dead, in a session. Torch would wait for it for 30 minutes.
 
 Everything else (a store of the user's, ``file://``, another host's address) goes to torch unchanged.
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from nblaunch.wire.messages import World
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_BACKLOG = 1024
 
 
 @dataclass(slots=True)
@@ -52,7 +50,6 @@ class _Home:
     world_size: int
     ours: Any = None
     """The default group that `join` initialized, until the user replaces it."""
-    stores: dict[tuple[str, int], Store] = field(default_factory=dict)
     created: dict[tuple[str, int], int] = field(default_factory=dict)
     """The number of groups initialized at each (host, port)."""
 
@@ -178,10 +175,10 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
             with _without_agent_store():
                 original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
             return
-        host, port, world_size, rank = rendezvous
+        address, world_size, rank = rendezvous
         if home.world.no_group and world_size >= home.world_size:
             raise RankError(home.world.no_group)
-        prefixed = _store(home, host, port, world_size, rank, timeout)
+        prefixed = _store(home, address, timeout)
         original(backend, None, timeout, world_size, rank, prefixed, *args, **kwargs)
         # A rank that leaves early would break connections that its peers are still making.
         if prefixed.add("joined", 1) == world_size:
@@ -192,8 +189,10 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
     return init_process_group
 
 
-def _rendezvous(home: _Home, init_method: str | None, world_size: int, rank: int) -> tuple[str, int, int, int] | None:
-    """Return (host, port, world size, rank) of an initialization that uses our store; None if torch must handle it."""
+def _rendezvous(
+    home: _Home, init_method: str | None, world_size: int, rank: int
+) -> tuple[tuple[str, int], int, int] | None:
+    """Return address, world size and rank of an initialization that uses our store; None if torch must handle it."""
     url = urlparse(init_method or "env://")
     if url.scheme not in ("env", "tcp") or url.query:
         return None
@@ -210,7 +209,7 @@ def _rendezvous(home: _Home, init_method: str | None, world_size: int, rank: int
         return None
     is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     if is_loopback or (host, port) == (home.world.master_addr, home.world.master_port):
-        return ("127.0.0.1" if host == "localhost" else host), port, world_size, rank
+        return (host, port), world_size, rank
     return None
 
 
@@ -225,52 +224,14 @@ def _without_agent_store() -> Iterator[None]:
             os.environ[_AGENT_STORE] = value
 
 
-def _store(home: _Home, host: str, port: int, world_size: int, rank: int, timeout: timedelta | None) -> Store:
-    from torch.distributed import PrefixStore
-
-    address = (host, port)
-    if address not in home.stores:
-        home.stores[address] = _connect(home, host, port, world_size, rank, timeout)
-    generation = home.created.get(address, 0)
-    home.created[address] = generation + 1
-    return PrefixStore(f"nblaunch/{home.world.generation}/gen{generation}", home.stores[address])
-
-
-def _connect(home: _Home, host: str, port: int, world_size: int, rank: int, timeout: timedelta | None) -> Store:
-    from torch.distributed import TCPStore
+def _store(home: _Home, address: tuple[str, int], timeout: timedelta | None) -> Store:
+    from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.distributed_c10d import default_pg_timeout
 
-    serves = rank == 0 and (host, port) != (home.world.master_addr, home.world.master_port)
-    listener = _listen(host, port) if serves else None
-    store = TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=serves,
-        timeout=timeout or default_pg_timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.fileno(),
-        use_libuv=True,
-    )
-    if listener is not None:
-        listener.detach()  # the store owns the descriptor now
-    return store
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise OSError(
-            error.errno,
-            f"MASTER_PORT={port} on {host} is in use by another launch or program. Choose another port, or remove the "
-            "call of init_process_group: nblaunch has initialized the default group already",
-        ) from None
-    sock.listen(_BACKLOG)
-    return sock
+    count = home.created[address] = home.created.get(address, 0) + 1
+    world, wait = home.world, timeout or default_pg_timeout
+    store = TCPStore(world.master_addr, world.master_port, timeout=wait, wait_for_workers=False, use_libuv=True)
+    return PrefixStore(f"nblaunch/{world.generation}/{address[0]}:{address[1]}/{count}", store)
 
 
 # ------------------------------------------------------------------ connections
@@ -313,9 +274,7 @@ def hush() -> None:
 def cut() -> None:
     """Shut down the connections to the other ranks and to the rendezvous; abort communicators on GPUs."""
     _abort_on_gpus()
-    store = None
-    with contextlib.suppress(KeyError, ValueError):  # user code has changed them
-        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = None if _home is None else (_home.world.master_addr, _home.world.master_port)
     siblings = set(processes.children(os.getppid())) - {os.getpid()}
     peers = {(own, other) for pid in siblings for _, own, other in _connections(pid)}
     for fd, own, other in _connections(os.getpid()):

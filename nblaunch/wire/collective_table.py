@@ -19,8 +19,6 @@ from nblaunch.wire.launch_files import collective_rows
 _ROW = struct.Struct("=Qqqq32s96s24s48s256s")
 """The fields of `Begun`, after the version: odd while the row is written, 0 before."""
 _VERSION = struct.Struct("=Q")
-_NUMBERS = struct.Struct("=qqq")
-"""The fields after the version: the count, the line and the time."""
 ROWS = 8
 """Per rank: of the process groups that it has used last."""
 _BLOCK = _ROW.size * ROWS
@@ -103,32 +101,17 @@ class CollectiveRows:
             return
         number = self._groups.get(begun.group)
         if number is None:
-            number = len(self._groups) if len(self._groups) < ROWS else self._free_row()
+            number = len(self._groups) if len(self._groups) < ROWS else self._groups.pop(next(iter(self._groups)))
         self._groups.pop(begun.group, None)
         self._groups[begun.group] = number  # the last is the one used last
         texts = (begun.group, begun.members, begun.call, begun.detail, begun.file)
         encoded = [text.encode(errors="replace") for text in texts]
-        row = _ROW.pack(0, begun.count, begun.line, begun.time_ns, *encoded)
-        self._update(number, row[_VERSION.size :])
-
-    def repeat(self, group: str, count: int, line: int, time_ns: int) -> bool:
-        """Write that a group has begun its last call again. Return False if another group was used since."""
-        if self._map is None or os.getpid() != self._owner or next(reversed(self._groups), None) != group:
-            return False
-        self._update(self._groups[group], _NUMBERS.pack(count, line, time_ns))
-        return True
-
-    def _update(self, number: int, fields: bytes) -> None:
-        """Write the first fields of a row under an odd version; then the next even one."""
-        assert self._map is not None
         at, version = self._base + number * _ROW.size, self._versions[number] + 2
         self._versions[number] = version
+        row = _ROW.pack(version - 1, begun.count, begun.line, begun.time_ns, *encoded)
         _VERSION.pack_into(self._map, at, version - 1)
-        self._map[at + _VERSION.size : at + _VERSION.size + len(fields)] = fields
+        self._map[at : at + _ROW.size] = row
         _VERSION.pack_into(self._map, at, version)
-
-    def _free_row(self) -> int:
-        return self._groups.pop(next(iter(self._groups)))
 
 
 def fitting(members: str) -> str:

@@ -32,19 +32,6 @@ def test_the_last_collective_of_each_group_is_read(table: CollectiveTable, tmp_p
     assert table.read(1) == []
 
 
-def test_a_call_that_is_repeated_changes_its_count_and_time(table: CollectiveTable, tmp_path: Path) -> None:
-    rows = CollectiveRows(str(tmp_path), 1)
-    assert not rows.repeat("0", 1, 3, 100)
-    rows.write(Begun(1, 3, 100, "0", "", "allreduce", "8 float32", "<cell>"))
-    assert rows.repeat("0", 2, 3, 200)
-    assert table.read(1) == [Begun(2, 3, 200, "0", "", "allreduce", "8 float32", "<cell>")]
-    rows.write(Begun(1, 4, 300, "g", "0-1", "barrier", "", "<cell>"))
-    assert not rows.repeat("0", 3, 3, 400)  # the rows are in the order of their last use
-    assert [each.group for each in table.read(1)] == ["g", "0"]
-    rows.clear()
-    assert not rows.repeat("g", 2, 4, 500)
-
-
 def test_rows_of_destroyed_groups_are_cleared(table: CollectiveTable, tmp_path: Path) -> None:
     rows = CollectiveRows(str(tmp_path), 0)
     rows.write(Begun(57, 1, 1, "0"))
