@@ -1,6 +1,6 @@
 """A rank's process: its start, its tasks one after the other, its exit.
 
-The start methods meet here. `forked` runs in a child of a reaper, `spawned` in a fresh interpreter; from `_serve` on
+The start methods meet here. `forked` runs in a child of a reaper, `spawned` in a fresh interpreter; from `_Rank` on
 they are the same.
 """
 
@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import errno
 import faulthandler
-import functools
 import inspect
 import itertools
 import linecache
@@ -120,7 +119,7 @@ def spawned(fd: int, tracker: int) -> NoReturn:
     with contextlib.suppress(ImportError):  # the task reports it, if it needs torch
         process_group.install()
     link = KernelChannel(channel, spec.rank)  # open until the exit
-    _leave(_serve(spec, link, _from_parcel))
+    _leave(_Rank(spec, link, _from_parcel).serve())
 
 
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
@@ -133,7 +132,7 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thr
         environment.apply_spec(spec)
         process_group.install()
         link = KernelChannel(Channel(sock), spec.rank)  # open until the exit
-        code = _serve(spec, link, load)
+        code = _Rank(spec, link, load).serve()
     except BaseException:  # noqa: BLE001  # goes to the rank's log; the process must end here in any case
         traceback.print_exc()
     _leave(code)
@@ -149,166 +148,148 @@ def _from_parcel(fds: list[int]) -> Payload:
 
 
 # ------------------------------------------------------------------ tasks
-def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
-    faulthandler.enable(file=2)
-    named_resources.record_created(spec.scratch)
-    collective_log.open(spec.scratch, spec.rank, spec.world_size)
-    spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
-    home = Namespace(spec.rank) if spec.is_kept else None
-    if spec.is_kept:
-        processes.become_subreaper()  # another rank's death must not cost this rank's orphans
-    breakpoints = Breakpoints(link.keyboard)
-    if home is not None:
-        home.examine = breakpoints.examine
-    code, is_last = 0, False
-    while not is_last and (received := link.next_task()) is not None:
-        task, fds = received
-        is_last = task.is_last
-        if task.acknowledge:
-            link.send(Taken(spec.rank, task.task))
-        if task.log_dir not in ("", spec.log_dir):
-            spec = _turn_to(task.log_dir, spec, spool)
+class _Rank:
+    """This rank, from its first task to its last."""
+
+    def __init__(self, spec: RankSpec, link: KernelChannel, load: LoadPayload) -> None:
+        self.spec, self.link, self.load = spec, link, load
+        self.home = Namespace(spec.rank) if spec.is_kept else None
+        self.breakpoints = Breakpoints(link.keyboard)
+        if self.home is not None:
+            self.home.examine = self.breakpoints.examine
+            processes.become_subreaper()  # another rank's death must not cost this rank's orphans
+        self.spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
+
+    def serve(self) -> int:
+        """Run tasks until EOF; return the exit status of the last."""
+        spec, link = self.spec, self.link
         place = (spec.rank, spec.local_rank, spec.world_size)
-        enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops, link.defer))
-        code = _run(spec, task, functools.partial(load, fds), link, breakpoints, home)
-        for fd in fds:  # the task has ended before it was loaded
-            os.close(fd)
-    _await_threads()
-    link.send(Leaving(spec.rank, link.task))
-    return code
-
-
-def _turn_to(log_dir: str, spec: RankSpec, spool: int) -> RankSpec:
-    """Write output and reports to another log directory from now on; return the changed spec."""
-    _flush()
-    spec = replace(spec, log_dir=log_dir)
-    with contextlib.suppress(OSError):  # the directory was removed, or user code has closed a descriptor
-        environment.redirect(spec)
-        rank_display.begin()
-        opened = processes.open_log(str(rank_file(log_dir, spec.rank, "spool")))
-        os.dup2(opened, spool, inheritable=False)  # same number: workers of the user's DataLoaders report to it
-        os.close(opened)
-    return spec
-
-
-def _run(
-    spec: RankSpec,
-    task: Task,
-    load: Callable[[], Payload],
-    link: KernelChannel,
-    breakpoints: Breakpoints,
-    home: Namespace | None,
-) -> int:
-    """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
-    breakpoints.begin_task(task.debugging)
-    try:
-        result, changed = _work(spec, task, load, link, breakpoints, home)
-    except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
-        cut_kernel(error)
-        failed = error_report.describe(spec.rank, task.task, error, was_interrupted=link.is_stopping)
-        breakpoints.end_task()
-        if home is not None and isinstance(error, Exception):
-            home.keep_error(error)
-        if task.debugging.post_mortem and isinstance(error, Exception) and not link.is_stopping:
-            _examine(error, link, breakpoints)
-        _send_names(spec, task, link, home)
-        code = _send_failure(failed, link)
-        if home is None and failed.kind != "exit":
-            error_report.call_hook(error)
+        faulthandler.enable(file=2)
+        named_resources.record_created(spec.scratch)
+        collective_log.open(spec.scratch, spec.rank, spec.world_size)
+        code, is_last = 0, False
+        while not is_last and (received := link.next_task()) is not None:
+            task, fds = received
+            is_last = task.is_last
+            if task.acknowledge:
+                link.send(Taken(spec.rank, task.task))
+            if task.log_dir not in ("", self.spec.log_dir):
+                self.turn_to(task.log_dir)
+            device, log_dir = task.world.device, self.spec.log_dir
+            enter(Context(*place, device, self.spool, log_dir, environment.drops, link.defer))
+            code = self.run(task, fds)
+            for fd in fds:  # the task has ended before it was loaded
+                os.close(fd)
+        _await_threads()
+        link.send(Leaving(spec.rank, link.task))
         return code
-    breakpoints.end_task()
-    _flush()
-    _send_names(spec, task, link, home)
-    return _send(result, changed, spec, link, home)
 
+    def turn_to(self, log_dir: str) -> None:
+        """Write output and reports to another log directory from now on."""
+        _flush()
+        self.spec = replace(self.spec, log_dir=log_dir)
+        with contextlib.suppress(OSError):  # the directory was removed, or user code has closed a descriptor
+            environment.redirect(self.spec)
+            rank_display.begin()
+            opened = processes.open_log(str(rank_file(log_dir, self.spec.rank, "spool")))
+            os.dup2(opened, self.spool, inheritable=False)  # same number: workers of DataLoaders report to it
+            os.close(opened)
 
-def _examine(error: Exception, link: KernelChannel, breakpoints: Breakpoints) -> None:
-    """Let the user examine an exception before the kernel learns of it, and stops the other ranks."""
-    _flush()
-    link.armed = True
-    try:
-        if not link.interrupted:  # before it was armed
-            breakpoints.examine(error)
-    except KeyboardInterrupt:
-        pass  # the exception, too, ends the task
-    except Exception:  # noqa: BLE001  # a bug of the debugger must not hide the user's exception
-        traceback.print_exc()
-    finally:
-        link.armed = False
+    def run(self, task: Task, fds: list[int]) -> int:
+        """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
+        self.breakpoints.begin_task(task.debugging)
+        try:
+            result, changed = self.work(task, fds)
+        except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+            cut_kernel(error)
+            failed = error_report.describe(self.spec.rank, task.task, error, was_interrupted=self.link.is_stopping)
+            self.breakpoints.end_task()
+            if self.home is not None and isinstance(error, Exception):
+                self.home.keep_error(error)
+            if task.debugging.post_mortem and isinstance(error, Exception) and not self.link.is_stopping:
+                self.examine(error)
+            self.send_names(task)
+            code = self.send_failure(failed)
+            if self.home is None and failed.kind != "exit":
+                error_report.call_hook(error)
+            return code
+        self.breakpoints.end_task()
+        _flush()
+        self.send_names(task)
+        return self.send_result(result, changed)
 
+    def work(self, task: Task, fds: list[int]) -> tuple[Any, tuple[str, ...]]:
+        """Run the part of a task in which SIGINT raises KeyboardInterrupt."""
+        link, home = self.link, self.home
+        link.armed = True
+        try:  # no context manager: contextlib sets __traceback__, which an exception may refuse
+            if link.interrupted:  # since the task arrived
+                raise KeyboardInterrupt
+            if home is None or not home.is_set_up:
+                environment.set_threads(task.world.threads)
+                _set_device(task.world.device)
+            if task.joins:
+                collective_log.begin_task()
+                process_group.join(task.world, self.spec.rank, self.spec.world_size)
+            environment.extend_path(task.path)
+            if not task.takes_part:
+                link.send(Running(self.spec.rank, task.task))
+                return None, ()
+            payload = self.load(fds)
+            labels = {file: source.label for file, source in payload.sources.items() if source.label}
+            self.breakpoints.labels = labels
+            taken = NamesTaken() if home is None else home.take(payload)
+            _set_the_scene(payload, home)
+            error_report.usual_hook = sys.excepthook
+            cell_effects.import_here(payload.imports)  # before the settings: a module may seed, too
+            if home is None or home.takes_settings(payload.settings):
+                environment.apply_settings(payload.settings)
+            cell_effects.set_here(payload.attributes, is_kept=home is not None)
+            link.send(Running(self.spec.rank, task.task, taken))
+            return _call(payload, home)
+        finally:
+            link.armed = False
 
-def _send_names(spec: RankSpec, task: Task, link: KernelChannel, home: Namespace | None) -> None:
-    if home is not None:
-        home.end_task()
-        lost = definitions.take_lost_keys()
-        link.send(Names(spec.rank, task.task, home.describe(), home.private(), collective_log.begun(), lost))
+    def examine(self, error: Exception) -> None:
+        """Let the user examine an exception before the kernel learns of it, and stops the other ranks."""
+        _flush()
+        self.link.armed = True
+        try:
+            if not self.link.interrupted:  # before it was armed
+                self.breakpoints.examine(error)
+        except KeyboardInterrupt:
+            pass  # the exception, too, ends the task
+        except Exception:  # noqa: BLE001  # a bug of the debugger must not hide the user's exception
+            traceback.print_exc()
+        finally:
+            self.link.armed = False
 
+    def send_names(self, task: Task) -> None:
+        if self.home is not None:
+            self.home.end_task()
+            names, private, lost = self.home.describe(), self.home.private(), definitions.take_lost_keys()
+            self.link.send(Names(self.spec.rank, task.task, names, private, collective_log.begun(), lost))
 
-def _work(
-    spec: RankSpec,
-    task: Task,
-    load: Callable[[], Payload],
-    link: KernelChannel,
-    breakpoints: Breakpoints,
-    home: Namespace | None,
-) -> tuple[Any, tuple[str, ...]]:
-    """Run the part of a task in which SIGINT raises KeyboardInterrupt."""
-    link.armed = True
-    try:  # no context manager: contextlib sets __traceback__, which an exception may refuse
-        if link.interrupted:  # since the task arrived
-            raise KeyboardInterrupt
-        if home is None or not home.is_set_up:
-            environment.set_threads(task.world.threads)
-            _set_device(task.world.device)
-        if task.joins:
-            collective_log.begin_task()
-            process_group.join(task.world, spec.rank, spec.world_size)
-        environment.extend_path(task.path)
-        if not task.takes_part:
-            link.send(Running(spec.rank, task.task))
-            return None, ()
-        payload = load()
-        breakpoints.labels = {file: source.label for file, source in payload.sources.items() if source.label}
-        taken = NamesTaken() if home is None else home.take(payload)
-        _set_the_scene(payload, home)
-        error_report.usual_hook = sys.excepthook
-        cell_effects.import_here(payload.imports)  # before the settings: a module may seed, too
-        if home is None or home.takes_settings(payload.settings):
-            environment.apply_settings(payload.settings)
-        cell_effects.set_here(payload.attributes, is_kept=home is not None)
-        link.send(Running(spec.rank, task.task, taken))
-        return _call(payload, home)
-    finally:
-        link.armed = False
+    def send_failure(self, failed: Failed) -> int:
+        if self.link.interrupted and failed.kind == "exception":  # the notebook raises the stop: only the log has this
+            with contextlib.suppress(Exception):  # the user may have replaced sys.stderr
+                sys.stderr.write(failed.traceback)
+        _flush()
+        self.link.send(failed)
+        return failed.status if failed.kind == "exit" else 1
 
-
-def _send_failure(failed: Failed, link: KernelChannel) -> int:
-    if link.interrupted and failed.kind == "exception":  # the notebook raises the stop: only the log shows this
-        with contextlib.suppress(Exception):  # the user may have replaced sys.stderr
-            sys.stderr.write(failed.traceback)
-    _flush()
-    link.send(failed)
-    return failed.status if failed.kind == "exit" else 1
-
-
-def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelChannel, home: Namespace | None) -> int:
-    ended = time.monotonic_ns()
-    try:
-        at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
-        is_here = BELOW_AGENT not in os.environ
-        parcel = pack(lambda found: result, Path(spec.log_dir), home=at_home, is_here=is_here)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            raise
-        link.send(error_report.unsendable_result(spec.rank, link.task, result, error))
-        return 1
-    link.send(Done(spec.rank, link.task, ended, changed, isinstance(result, Interrupted)), *parcel.fds)
-    parcel.close()
-    return 0
-
-
-def _user_threads() -> bool:
-    return any(type(thread).__name__ != "TMonitor" for thread in set(threading.enumerate()) - {threading.main_thread()})
+    def send_result(self, result: Any, changed: tuple[str, ...]) -> int:
+        rank, task, ended = self.spec.rank, self.link.task, time.monotonic_ns()
+        try:
+            at_home = self.home if isinstance(result, Payload) else None  # what a restarted rank is to have
+            is_here = BELOW_AGENT not in os.environ
+            parcel = pack(lambda found: result, Path(self.spec.log_dir), home=at_home, is_here=is_here)
+        except Exception as error:  # noqa: BLE001  # a user's __reduce__
+            self.link.send(error_report.unsendable_result(rank, task, result, error))
+            return 1
+        self.link.send(Done(rank, task, ended, changed, isinstance(result, Interrupted)), *parcel.fds)
+        parcel.close()
+        return 0
 
 
 def _set_device(device: str) -> None:

@@ -52,9 +52,9 @@ Current thread {MAIN} (most recent call first):
   Garbage-collecting
   File "{LIBRARY}", line 4818 in barrier
   File "{CELL}", line 4 in train
-  File "{RANKS}/task_body.py", line 31 in call
-  File "{RANKS}/worker.py", line 150 in _work
-  File "{RANKS}/worker.py", line 130 in _serve
+  File "{RANKS}/worker.py", line 331 in _call
+  File "{RANKS}/worker.py", line 250 in work
+  File "{RANKS}/worker.py", line 130 in serve
   File "{RANKS}/reaper.py", line 150 in fork
   File "{RANKS}/forkserver.py", line 40 in main
   File "<string>", line 1 in <module>
@@ -151,7 +151,7 @@ def test_an_edited_line_is_shown_as_it_is_now(tmp_path: Path) -> None:
 
 
 def test_a_rank_in_our_own_code_is_shown_there() -> None:
-    stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "_serve")))
+    stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "serve")))
 
     assert "worker.py" in StackFormatter(SOURCES).format([stack], MAIN)
 

@@ -41,9 +41,10 @@ def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple
     link.next_task()
     os.kill(os.getpid(), signal.SIGINT)
     assert sent_to(channel) == [Interrupted(0, 1)]
-    nothing: Any = None
+    rank = object.__new__(worker._Rank)
+    rank.link, rank.home = link, None
     with pytest.raises(KeyboardInterrupt):
-        worker._work(nothing, task, nothing, link, nothing, None)
+        rank.work(task, [])
     os.kill(os.getpid(), signal.SIGINT)  # a second one, outside the task
     assert not link.armed
     assert sent_to(channel) == []
