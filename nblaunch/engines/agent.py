@@ -40,8 +40,6 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.wire import AGENT_FOLDER, BELOW_AGENT
-from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.drops import Dropped
 from nblaunch.wire.link_messages import (
     AskStacks,
     Blob,
@@ -70,6 +68,7 @@ from nblaunch.wire.link_messages import (
     in_other_clock,
 )
 from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, Swept
+from nblaunch.wire.tables import Begun, Dropped
 
 if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler

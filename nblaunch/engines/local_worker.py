@@ -12,11 +12,10 @@ from nblaunch.engines.protocol import Stream
 from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.engines.stack_files import StackFile
 from nblaunch.wire.channel import Channel
-from nblaunch.wire.collective_table import Begun, CollectiveTable
 from nblaunch.wire.display_records import SUFFIXES
-from nblaunch.wire.drops import Dropped, Table
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.messages import Free, Interrupt, SendSignal
+from nblaunch.wire.tables import Begun, CollectiveTable, Dropped, DropTable
 
 
 class LocalWorker:
@@ -38,7 +37,7 @@ class LocalWorker:
         channel: Channel,
         log_dir: Path,
         reaper: Callable[[object], None],
-        drops: Table | None,
+        drops: DropTable | None,
         collectives: CollectiveTable | None,
         is_kept: bool,
     ) -> None:

@@ -29,8 +29,6 @@ from nblaunch.machine import named_resources, timeouts
 from nblaunch.machine.inventory import LOOPBACK
 from nblaunch.machine.limits import refused_threads, remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
-from nblaunch.wire.collective_table import CollectiveTable
-from nblaunch.wire.drops import Table
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     EndGroup,
@@ -45,6 +43,7 @@ from nblaunch.wire.messages import (
     Taken,
     Task,
 )
+from nblaunch.wire.tables import CollectiveTable, DropTable
 
 if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler
@@ -72,7 +71,7 @@ class LocalWorkers:
         self.has_begun = False
         self.heard_at = 0.0
         self.is_kept = order.is_kept
-        self.drops: Table | None = None
+        self.drops: DropTable | None = None
         self.collectives: CollectiveTable | None = None
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
@@ -120,7 +119,7 @@ class LocalWorkers:
             hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
             raise StartError(f"cannot create temporary files for the ranks: {error}{hint}") from error
         try:
-            self.drops = Table(self._scratch, self._order.world_size)
+            self.drops = DropTable(self._scratch, self._order.world_size)
         except OSError as error:
             _log.warning("nblaunch: output that ranks cannot write will not be counted: %s", error)
         try:

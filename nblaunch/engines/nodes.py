@@ -54,9 +54,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_code import own_files
 from nblaunch.machine.usage import Usage
-from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.display_records import SUFFIXES
-from nblaunch.wire.drops import Dropped
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import (
     AskStacks,
@@ -91,6 +89,7 @@ from nblaunch.wire.link_messages import (
     in_other_clock,
 )
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept, Task, ToDebugger
+from nblaunch.wire.tables import Begun, Dropped
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.errors import StartError
 from nblaunch.machine.inventory import Machine, Process
-from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task, ToDebugger
+from nblaunch.wire.tables import Begun, Dropped
 
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure

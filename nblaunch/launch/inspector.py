@@ -17,8 +17,8 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.stacks import Stack, StackFormatter, is_ours, parse
 from nblaunch.launch.views import StacksShown, View
 from nblaunch.machine import timeouts
-from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.messages import Source
+from nblaunch.wire.tables import Begun
 
 MAX_WAITING_CPU = 0.1
 """Cores that a rank may use which waits in a backward pass."""

@@ -16,8 +16,8 @@ from nblaunch.machine.arguments import one_of
 from nblaunch.machine.inventory import Machine, free_descriptors
 from nblaunch.machine.slurm_variables import describes_task
 from nblaunch.wire import MATPLOTLIB_BACKEND, RANK
-from nblaunch.wire.drops import log_limit
 from nblaunch.wire.messages import World
+from nblaunch.wire.tables import log_limit
 
 DEFAULT_CPU_RANKS = 2
 """The number of ranks on a machine without GPUs; of several, each has one."""

@@ -14,7 +14,7 @@ from nblaunch.launch.output.reports import Best, Report, ReportColumns
 from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
-from nblaunch.wire.drops import Dropped
+from nblaunch.wire.tables import Dropped
 
 if TYPE_CHECKING:
     import pandas

@@ -16,8 +16,8 @@ from nblaunch.launch.inspector import Place
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Frame, StackFormatter, frames_of, waits_in_backward, waits_in_collective
 from nblaunch.machine import timeouts
-from nblaunch.wire.collective_table import Begun, in_ranges, members_of
 from nblaunch.wire.messages import Source
+from nblaunch.wire.tables import Begun, in_ranges, members_of
 
 Where = Literal["waits", "runs", "returned", "raised", "died"]
 """``waits``: the last call of the rank's main thread is in torch.distributed."""

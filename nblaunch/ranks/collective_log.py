@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from nblaunch.machine.own_code import COLLECTIVE_LOG, is_file, is_users
-from nblaunch.wire.collective_table import POINT_TO_POINT, UNKNOWN, Begun, CollectiveRows, fitting, in_ranges
 from nblaunch.wire.session_messages import CollectivesBegun
+from nblaunch.wire.tables import POINT_TO_POINT, UNKNOWN, Begun, CollectiveRows, fitting, in_ranges
 
 _HOOK_ID = 0x6E626C
 _KERNELS: list[Any] = []

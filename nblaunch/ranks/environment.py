@@ -23,8 +23,8 @@ from nblaunch.machine import processes
 from nblaunch.machine.limits import memory_left, physical_memory
 from nblaunch.ranks.reaper import open_log
 from nblaunch.transfer.flags import set_flags
-from nblaunch.wire.drops import Drops, log_limit
 from nblaunch.wire.messages import RankSpec, RootLogger, Settings, WarningFilter
+from nblaunch.wire.tables import Drops, log_limit
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController

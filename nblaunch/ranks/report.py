@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
 from nblaunch.machine import timeouts
-from nblaunch.wire.drops import Drops
+from nblaunch.wire.tables import Drops
 
 T = TypeVar("T")
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nblaunch.machine.inventory import Machine, Process
 from nblaunch.machine.own_code import OwnFile
-from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import Done, Failed, RankExited, Task
+from nblaunch.wire.tables import Begun, Dropped
 
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.tables import Begun
 
 MAX_BOUND = 2_000
 """Names that a rank describes after a task; of more, the last."""

@@ -27,7 +27,6 @@ from nblaunch.engines.link import JOIN, Message, Outbox, configure, versions_her
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.transfer.parcel import pack
-from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.launch_files import RankFile, rank_file
 from nblaunch.wire.link_messages import (
     Blob,
@@ -48,6 +47,7 @@ from nblaunch.wire.link_messages import (
     in_other_clock,
 )
 from nblaunch.wire.messages import Done, Interrupted, RankExited, RankStarted, Running, Swept, Taken, Task
+from nblaunch.wire.tables import Begun
 
 _LINE = b"step 123456: loss 0.123456 accuracy 0.987654 lr 0.001\n"
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Store, Stream, Wakeup
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
-from nblaunch.wire.collective_table import Begun
-from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
     Failed,
@@ -26,6 +24,7 @@ from nblaunch.wire.messages import (
     Task,
     ToDebugger,
 )
+from nblaunch.wire.tables import Begun, Dropped
 
 FAKE_PID = 1000
 """Of rank 0; no test may signal it."""

@@ -7,7 +7,7 @@ import pytest
 from nblaunch.launch.inspector import Place
 from nblaunch.launch.stacks import parse
 from nblaunch.launch.stuck import AbandonedRanks
-from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.tables import Begun
 
 WAITS = (
     'Thread 0x1 (most recent call first):\n  File "/site-packages/torch/distributed/c10d.py", line 9 in all_reduce\n'

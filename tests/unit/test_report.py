@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import nblaunch
 from nblaunch.ranks import report as reports
 from nblaunch.ranks.report import Context, Progress, current, enter, mark_best
-from nblaunch.wire.drops import Dropped, Drops, Table
+from nblaunch.wire.tables import Dropped, Drops, DropTable
 
 
 class Rank:
@@ -30,7 +30,7 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "rank1.spool"
         self.spool = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.drops = Table(str(folder), ranks=2)
+        self.drops = DropTable(str(folder), ranks=2)
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()]

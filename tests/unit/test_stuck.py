@@ -8,7 +8,7 @@ import pytest
 
 from nblaunch.launch.stacks import Frame
 from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, waited_for
-from nblaunch.wire.collective_table import Begun, fitting, in_ranges, members_of
+from nblaunch.wire.tables import Begun, fitting, in_ranges, members_of
 
 SIZE = "8 float32"
 

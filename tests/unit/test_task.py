@@ -33,8 +33,8 @@ from nblaunch.launch.views import Event as ShownEvent
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, this_process
 from nblaunch.wire.channel import LostDescriptorsError
-from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import Done, Leaving, Payload, Running, Settings, Source, World
+from nblaunch.wire.tables import Dropped
 from tests.unit.fake_engine import FAKE_PID, FakeEngine, FakeStackDumps, FakeWorker, FakeWorkers
 
 GRACE_S = 30.0

@@ -13,7 +13,7 @@ from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
 from nblaunch.launch.views import Displays, LogPiece, Logs, Note, Output, Reports, Stream, View
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, Cleared, LeftOut, Shown, from_line, is_display
-from nblaunch.wire.drops import Dropped
+from nblaunch.wire.tables import Dropped
 
 MAX_READ_BYTES = 1 << 16
 """Of one log in one poll."""
