@@ -11,13 +11,12 @@ import contextlib
 import inspect
 import io
 import linecache
-import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, ModuleType
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from IPython.core import debugger as ipythons
@@ -27,17 +26,10 @@ from nblaunch.errors import text_of
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import is_rank_runtime
 from nblaunch.ranks.kernel_channel import Keyboard
-from nblaunch.ranks.report import current
 from nblaunch.wire.messages import Closed, Opened, OpenedBy, Printed
 
 _MAX_ERROR = 1000
 _MAX_TEXT = 1 << 20
-_JOINED = frozenset({
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "backward", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
-})  # fmt: skip
-"""Calls that wait for the other ranks. ``backward`` does under DDP."""
 _TAKES_EXCEPTIONS = hasattr(ipythons, "CHAIN_EXCEPTIONS")  # from IPython 8.15 on: its command `exceptions`
 _PAUSES = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
@@ -183,14 +175,12 @@ class RankDebugger(Pdb):
 
     def do_next(self, arg: str) -> bool:
         """n(ext): go on to the next line of this function."""
-        self._say_who_joins()
         return self._steps_with(super().do_next, arg)
 
     do_n = do_next
 
     def do_step(self, arg: str) -> bool:
         """s(tep): go on to the next line, in a called function or here."""
-        self._say_who_joins()
         return self._steps_with(super().do_step, arg)
 
     do_s = do_step
@@ -286,17 +276,6 @@ class RankDebugger(Pdb):
         source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
         self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")
 
-    def _say_who_joins(self) -> None:
-        frame, context = self.curframe, current()
-        if self._by != "breakpoint" or frame is None or context is None or context.world_size < 2:
-            return
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
-        call = _joined_call(line, self._names())
-        if call:
-            others = [str(rank) for rank in range(context.world_size) if rank != context.rank]
-            many = len(others) > 1
-            self.message(f"{call} waits until rank{'s' * many} {', '.join(others)} call{'s' * (not many)} it as well")
-
     # -------------------------------------------------------------- names
     def _names(self) -> dict[str, Any]:
         """Return the names of the frame. To read ``f_locals`` again would undo assignments before Python 3.13."""
@@ -306,20 +285,6 @@ class RankDebugger(Pdb):
 
 def _is_ours(frame: FrameType) -> bool:
     return is_rank_runtime(frame.f_code.co_filename)
-
-
-def _joined_call(source: str, names: Mapping[str, Any]) -> str:
-    is_ddp = any("DistributedDataParallel" in [kind.__name__ for kind in type(each).__mro__] for each in names.values())
-    for call in re.findall(r"([A-Za-z_][\w.]*)\s*\(", source):
-        first, *rest = call.split(".")
-        name = rest[-1] if rest else first
-        found: Any = names.get(first)
-        while rest and isinstance(found, ModuleType):  # not the user's __getattr__
-            found = getattr(found, rest.pop(0), None)
-        is_torchs = str(getattr(found, "__module__", "")).startswith("torch.distributed") if not rest else False
-        if name in _JOINED and (is_torchs or (name == "backward" and is_ddp)) and "async_op=True" not in source:
-            return str(name)
-    return ""
 
 
 # ------------------------------------------------------------------ its streams

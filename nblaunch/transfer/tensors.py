@@ -6,7 +6,6 @@ views and tied weights stay tied. All else of a tensor (sparse, quantized, subcl
 
 from __future__ import annotations
 
-import copyreg
 import ctypes
 import mmap
 import os
@@ -91,9 +90,10 @@ def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
         if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
             return tensor_v3_rebuilder, ()
     if buffers is not None and numpy is not None and issubclass(kind, getattr(numpy, "ndarray", ())):
-        if issubclass(kind, numpy.memmap) and buffers.is_here and (reduced := _reduce_map(obj)):
-            return reduced
-        return _reduce_array(obj) if kind is numpy.ndarray else _reduce_subclass(obj, numpy.ndarray)
+        if issubclass(kind, numpy.memmap):
+            return (buffers.is_here and _reduce_map(obj)) or _reduce_array(numpy.asarray(obj))
+        if kind is numpy.ndarray:
+            return _reduce_array(obj)
     return None
 
 
@@ -294,21 +294,3 @@ def mapped(kind: Any, filename: str, identity: Any, dtype: Any, mode: Any, offse
     if os.path.getsize(filename) < offset + dtype.itemsize * int(numpy.prod(shape, dtype=numpy.int64)):
         raise ValueError(f"{filename} is shorter than what is mapped of it")
     return numpy.memmap(filename, dtype, mode, offset, shape, order).view(kind)
-
-
-def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:
-    """Reduce an array of a subclass, which NumPy would copy; None if it pickles in its own way."""
-    kind = type(array)
-    own = ["__reduce_ex__", "__reduce__", "__setstate__", "__getstate__"]
-    finalizes = next(each for each in kind.__mro__ if "__array_finalize__" in vars(each))
-    if finalizes.__module__.partition(".")[0] != "numpy":
-        return None  # it can distinguish unpickling from taking a view
-    if array.dtype.hasobject or kind in copyreg.dispatch_table:
-        return None
-    if any(getattr(kind, name, None) is not getattr(plain, name, None) for name in own):
-        return None
-    return array_of_subclass, (kind, plain.view(array, plain))
-
-
-def array_of_subclass(kind: Any, array: Any) -> Any:
-    return array.view(kind)

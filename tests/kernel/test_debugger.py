@@ -56,12 +56,6 @@ def test_one_rank_stops_and_the_others_wait(kernel: Kernel) -> None:
     assert said.endswith("[[1.0, 1.0], [1.0, 1.0]]\n")
 
 
-def test_a_step_says_who_must_join_the_collective(kernel: Kernel) -> None:
-    cell = kernel.debug(STOPS + RUN, "n", "p y", "n", "c").check()
-    assert "tensor([42., 42.])" in plain(cell)
-    assert "all_reduce waits until rank 0 calls it as well" in plain(cell)
-
-
 def test_values_can_be_changed(kernel: Kernel) -> None:
     cell = kernel.debug(STOPS + RUN, "!x += 4", "c").check()
     assert "[[5.0, 5.0], [5.0, 5.0]]" in plain(cell)
@@ -186,21 +180,6 @@ def test_what_is_known_of_an_object_is_shown_here(kernel: Kernel) -> None:
     assert "Reduces the tensor data across all machines" in plain(cell)
     assert "[rank 1] Signature" not in plain(cell)
     assert "NameError: name 'nothing_here' is not defined" in plain(cell)
-
-
-@pytest.mark.parametrize(
-    ("line", "is_said"),
-    [
-        ("dist.all_reduce(x)", True),
-        ("dist.all_reduce(x, async_op=True)", False),
-        ("x.gather(0, torch.zeros(1, dtype=int))", False),
-        ("x.requires_grad_().sum().backward()", False),
-    ],
-)
-def test_calls_that_wait_are_told_from_their_namesakes(kernel: Kernel, line: str, is_said: bool) -> None:
-    names = "import torch\nimport torch.distributed as dist\nx = torch.ones(2)"
-    cell = kernel.debug(f"%%distributed -n 2\n{names}\nif rank == 0: breakpoint()\n{line}\nrank", "n", "c").check()
-    assert ("waits until rank 1 calls it as well" in plain(cell)) is is_said
 
 
 def test_torchs_own_breakpoint_stops_one_rank(kernel: Kernel) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import gc
 import os
 import re
@@ -22,14 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.machine import segments, timeouts
 from nblaunch.transfer.parcel import sent_data_cache
 from nblaunch.wire.channel import Channel
-from tests.conftest import LONG, conformance, eventually, is_log_lock
+from tests.conftest import LONG, conformance, eventually
 from tests.processes.conftest import Launcher
 
 MB = 1 << 20
@@ -121,30 +120,6 @@ def unsendable(rank: int, folder: Path) -> Any:
     eventually((folder / "pid").exists)
     eventually(lambda: not Path("/proc", (folder / "pid").read_text()).exists())
     return torch.full((MB,), 5.0)
-
-
-def descriptors_of_ours() -> list[str]:
-    """The segments that this rank holds open."""
-    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return [name for path in paths if os.path.exists(path) and "memfd" in (name := os.readlink(path))]
-
-
-def try_to_change(tensor: torch.Tensor) -> tuple[str, int | None]:
-    """Reach for the memory that all ranks map: how far that came, and what stopped it."""
-    block = next(block for block in _mappings() if "memfd:nblaunch" in block[0])
-    step = "open"
-    try:
-        with open(f"/proc/self/map_files/{block[0].split()[0]}", "r+b", buffering=0) as file:
-            step = "write"
-            file.write(b"x" * 100)
-    except OSError as error:
-        return step, error.errno
-    return "changed", None
-
-
-def views_of_large_ones(size: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    tensor, array = torch.arange(size), np.arange(size)
-    return tensor[3:6], tensor[5:8], array[3:6]
 
 
 # ------------------------------------------------------------------ in
@@ -260,25 +235,6 @@ def test_all_ranks_map_one_copy(launch: Launcher, few: int, tmp_path: Path) -> N
     assert sum(shares) >= 0.85 * 32 * MB
 
 
-def test_shared_segments_cannot_be_changed(launch: Launcher) -> None:
-    tensor = torch.ones(MB)
-    for step, refused in launch(try_to_change, (tensor,)):
-        assert (step, refused) in {("open", errno.EPERM), ("write", errno.EPERM)}  # root may open whatever it is
-    assert list(launch(sums, (tensor,))) == [[MB]] * 2
-    seals = {fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) for segment in sent_data_cache._kept}
-    assert seals == {fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL}
-
-
-def test_ranks_hold_no_descriptors_of_what_they_map(launch: Launcher) -> None:
-    data = [torch.ones(5 * MB) for _ in range(4)]
-
-    def held(rank: int) -> list[str]:
-        assert len(data) == 4
-        return descriptors_of_ours()
-
-    assert list(launch(held)) == [[], []]
-
-
 def test_shared_tensors_stay_shared_both_ways(launch: Launcher) -> None:
     tensor = torch.zeros(4).share_memory_()
     result = launch(fill_shared, (tensor,))
@@ -303,23 +259,6 @@ def test_ranks_get_their_data_when_the_system_takes_its_descriptors(
     monkeypatch.setattr(Channel, "_send_with", send_later)
     assert list(launch(sums, (torch.ones(MB),))) == [[MB]] * 2
     assert len(refused) == 5
-
-
-def loaders_batches(batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Writes to the notebook's, and returns a rank's own."""
-    for batch in batches:
-        batch += 100
-    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, num_workers=1)
-    return [batch for (batch,) in loader]
-
-
-def test_batches_of_a_loader_with_workers_are_copied(launch: Launcher) -> None:
-    """torch has them in shared memory; that is not what the user asked for, and there may be very many."""
-    batches = [batch for (batch,) in DataLoader(TensorDataset(torch.arange(40)), batch_size=4, num_workers=1)]
-    (found,) = launch(loaders_batches, (batches,), num_processes=1)
-    assert torch.cat(found).tolist() == list(range(40))
-    assert not any(batch.is_shared() for batch in found)
-    assert torch.cat(batches).tolist() == list(range(40))
 
 
 def test_an_ordinary_user_sends_many_descriptors_to_many_ranks() -> None:
@@ -429,15 +368,6 @@ def test_a_fork_of_the_notebook_sends_nothing() -> None:
     assert result.payload.size == 0
 
 
-def test_data_that_exceeds_memory_goes_to_a_file(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
-    monkeypatch.setattr(segments, "free_memory", lambda: 0)
-    monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
-    tensor = torch.ones(MB)
-    assert list(launch(sums, (tensor,))) == [[MB], [MB]]
-    assert sent_data_cache.size == 0
-
-
 def test_data_without_room_is_named_before_anything_starts(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
@@ -456,32 +386,6 @@ def test_results_come_back_as_they_were_with_their_aliasing(launch: Launcher, fe
         back["array"][3] = 7
 
 
-def opened() -> list[str]:
-    """What this process holds open, except the locks on the logs of results.
-
-    `listdir` closes its own descriptor before it is looked at.
-    """
-    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(path) for path in paths if os.path.exists(path)]
-    return sorted(re.sub(r"\d+", "", target) for target in targets if not is_log_lock(target))
-
-
-def test_results_hold_no_descriptors_and_go_with_their_memory(launch: Launcher) -> None:
-    def held() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:nblaunch")
-
-    launch(make, (MB,))  # whatever a process opens once, it has now
-    settle()
-    before, mapped = opened(), held()
-    results = [launch(make, (MB,)) for _ in range(3)]
-    settle()
-    assert opened() == before
-    assert held() > mapped
-    results.clear()
-    gc.collect()
-    assert held() == mapped
-
-
 def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(
     launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,14 +394,6 @@ def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(
         launch(unsendable, kwargs={"folder": tmp_path})
     assert caught.value.rank == 1
     assert torch.equal(caught.value.results[0], torch.full((MB,), 5.0))  # type: ignore[arg-type]
-
-
-def test_a_returned_view_brings_what_it_sees(launch: Launcher) -> None:
-    for tensor, other, array in launch(views_of_large_ones, (4 * MB,)):
-        assert tensor.tolist() == array.tolist() == [3, 4, 5]
-        assert tensor.untyped_storage().nbytes() <= 5 * tensor.element_size()
-        tensor[2] = -1
-        assert other.tolist() == [-1, 6, 7]
 
 
 # ------------------------------------------------------------------ nothing left (the fixture looks at descriptors too)
