@@ -90,7 +90,7 @@ def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
         if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
             return tensor_v3_rebuilder, ()
     if buffers is not None and numpy is not None and issubclass(kind, getattr(numpy, "ndarray", ())):
-        if issubclass(kind, numpy.memmap):
+        if issubclass(kind, numpy.memmap) and kind.__reduce__ is numpy.ndarray.__reduce__:
             return (buffers.is_here and _reduce_map(obj)) or _reduce_array(numpy.asarray(obj))
         if kind is numpy.ndarray:
             return _reduce_array(obj)
