@@ -82,10 +82,6 @@ def test_an_exception_is_described_and_can_be_rebuilt() -> None:
     assert (type(rebuilt), rebuilt.args, rebuilt.layer) == (DetailedError, ("shapes differ",), 3)
 
 
-def test_a_builtin_exception_goes_by_its_plain_name() -> None:
-    assert said_of(ValueError("x")).type_name == "ValueError"
-
-
 def test_a_cells_exception_keeps_its_plain_name_and_class() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("class Mine(Exception): pass", names)
