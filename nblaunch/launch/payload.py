@@ -104,7 +104,7 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
 
     def build(found: pickling.Found) -> Payload:
         return replace(
-            payload, sources=pickling.late(lambda: note(found.files)), main=pickling.late(lambda: found.main)
+            payload, sources=pickling.Late(lambda: note(found.files)), main=pickling.Late(lambda: found.main)
         )
 
     try:

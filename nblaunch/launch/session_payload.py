@@ -114,8 +114,8 @@ def _pack(
             return replace(
                 payload,
                 names=names,
-                sources=pickling.late(lambda: note(found.files)),
-                main=pickling.late(lambda: found.main),
+                sources=pickling.Late(lambda: note(found.files)),
+                main=pickling.Late(lambda: found.main),
             )
 
         parts = {name: each.value for name, each in names.items()}

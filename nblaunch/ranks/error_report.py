@@ -110,7 +110,7 @@ def _traceback(error: BaseException) -> str:
 def _pickled(error: BaseException) -> bytes:
     """Pickle the exception; return b"" if it does not unpickle. Many with a two-argument ``__init__`` do not."""
     try:
-        data = pickling.dump(lambda found: error)
+        data = pickling.dump(error)
         rebuilt = pickle.loads(data)
     except Exception:  # noqa: BLE001  # a user's __reduce__ or __init__
         return b""  # the notebook raises a RankRaisedError with the text and traceback instead

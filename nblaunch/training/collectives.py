@@ -362,9 +362,7 @@ def broadcast(value: Any, src: Any, device: torch.device) -> Any:
         raise ArgumentError(f"broadcast: rank {src}'s value cannot be sent: {error}")
     if place.rank == src:
         return value
-    return tree_map(
-        lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _CudaTensor) else leaf, pickling.loads(data)
-    )
+    return tree_map(lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _CudaTensor) else leaf, pickle.loads(data))
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
@@ -381,7 +379,7 @@ def _serialize(value: Any) -> tuple[bytes, str]:
     """Return the value's bytes, or the error text, which every rank must receive."""
     packed = tree_map(lambda leaf: _CudaTensor(leaf.detach().cpu()) if getattr(leaf, "is_cuda", False) else leaf, value)
     try:
-        return pickling.dump(lambda found: packed), ""
+        return pickling.dump(packed), ""
     except Exception as error:  # noqa: BLE001  # whatever a user's __reduce__ raises
         return b"", f"{type(error).__name__}: {error}"
 

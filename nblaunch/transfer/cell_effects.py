@@ -85,17 +85,13 @@ def set_here(attributes: Mapping[Attribute, Any], *, is_kept: bool) -> None:
         module, owner, name = place
         digest = b""
         if is_kept:
-            digest = hashlib.sha256(pickling.dump(functools.partial(_itself, value))).digest()
+            digest = hashlib.sha256(pickling.dump(value)).digest()
             if _last.get(place) == digest:
                 continue
         with _reporting(f"set {'.'.join(filter(None, place))}"):
             importlib.import_module(module)
             setattr(definitions.look_up(module, owner), name, value)
             _last[place] = digest
-
-
-def _itself(value: Any, found: pickling.Found) -> Any:
-    return value
 
 
 def _own(owner: Any, name: str) -> Any:

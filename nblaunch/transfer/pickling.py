@@ -91,10 +91,11 @@ def _load_by_itself(data: bytes, buffers: list[Any]) -> Any:
         return Unbuilt(_brief(error))
 
 
-class _LateDict:
-    """Pickles as a dict whose content is computed when the pickler reaches it."""
+class Late(dict[str, Any]):
+    """Pickles as a dict whose content is computed when the pickler reaches it; put it last."""
 
     def __init__(self, content: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__()
         self._content = content
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -195,16 +196,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 self.found.files.add(filename)
 
 
-def late(content: Callable[[], Mapping[str, Any]]) -> Any:
-    """Return an object that pickles as the dict `content` returns once the pickler reaches it; put it last."""
-    return _LateDict(content)
-
-
-def dump(build: Callable[[Found], Any]) -> bytes:
-    """Pickle what `build` returns; it gets the notes that the pickler takes meanwhile."""
+def dump(obj: Any) -> bytes:
+    """Pickle an object; `explain` says why that fails."""
     file = io.BytesIO()
-    pickler = Pickler(file)
-    pickler.dump(build(pickler.found))
+    Pickler(file).dump(obj)
     return file.getvalue()
 
 
@@ -343,7 +338,3 @@ def _escaped(key: object) -> str:
 def _brief(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:400]}" if text else type(error).__name__
-
-
-def loads(data: bytes | memoryview) -> Any:
-    return pickle.loads(data)

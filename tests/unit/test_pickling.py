@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
 import socket
 import sys
 import threading
@@ -19,13 +20,13 @@ from nblaunch.transfer import definitions, reducers
 from nblaunch.transfer.pickling import (
     ByItself,
     Found,
+    Late,
+    Pickler,
     Unbuilt,
     UnsendableError,
     describe,
     dump,
     explain,
-    late,
-    loads,
     names_of,
 )
 from tests.unit.notebooks import Notebook, open_notebook
@@ -38,18 +39,14 @@ def notebook() -> Iterator[Notebook]:
 
 
 def sent(obj: Any) -> Any:
-    return loads(dump(lambda found: obj))
+    return pickle.loads(dump(obj))
 
 
 def found_in(obj: Any) -> Found:
-    notes: list[Found] = []
+    pickler = Pickler(io.BytesIO())
 
-    def build(found: Found) -> Any:
-        notes.append(found)
-        return obj
-
-    dump(build)
-    return notes[0]
+    pickler.dump(obj)
+    return pickler.found
 
 
 # ------------------------------------------------------------------ there and back
@@ -67,9 +64,9 @@ def test_a_lambda_in_an_object_comes_back_as_itself(notebook: Notebook) -> None:
 
 def test_a_lambda_whose_code_changed_meanwhile_is_a_new_one(notebook: Notebook) -> None:
     act = notebook.run("act = lambda x: x * 2")["act"]
-    data = dump(lambda found: act)
+    data = dump(act)
     act.__code__ = (lambda x: x * 3).__code__
-    assert (loads(data)(1), act(1)) == (2, 3)
+    assert (pickle.loads(data)(1), act(1)) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +81,9 @@ def test_a_lambda_whose_code_changed_meanwhile_is_a_new_one(notebook: Notebook) 
 def test_a_function_with_a_state_comes_back_with_that_of_its_sender(source: str, notebook: Notebook) -> None:
     act = notebook.run(source)["act"]
     act().append(1)
-    data = dump(lambda found: act)
+    data = dump(act)
     act().clear()
-    back = loads(data)
+    back = pickle.loads(data)
     assert back is not act
     if not vars(act):  # else it looks itself up
         assert back() == [1]
@@ -124,9 +121,9 @@ def test_an_object_of_a_cells_class_comes_back_as_that_class(notebook: Notebook)
 
 def test_a_class_that_is_known_is_not_rewritten(notebook: Notebook) -> None:
     names = notebook.run("rate = 2\nclass Net:\n    size = 1\n    def scaled(self): return rate")
-    data = dump(lambda found: names["Net"]())
+    data = dump(names["Net"]())
     names["Net"].size, names["rate"] = 5, 3
-    net = loads(data)
+    net = pickle.loads(data)
     assert (type(net), net.size, net.scaled()) == (names["Net"], 5, 3)
 
 
@@ -193,8 +190,10 @@ def test_files_that_only_linecache_knows_are_noted(notebook: Notebook) -> None:
 
 def test_a_late_dict_is_filled_after_everything_before_it(notebook: Notebook) -> None:
     names = notebook.run("def train(): pass")
-    data = dump(lambda found: (names["train"], late(lambda: {"seen": sorted(found.main)})))
-    assert loads(data)[1] == {"seen": ["train"]}
+    file = io.BytesIO()
+    pickler = Pickler(file)
+    pickler.dump((names["train"], Late(lambda: {"seen": sorted(pickler.found.main)})))
+    assert pickle.loads(file.getvalue())[1] == {"seen": ["train"]}
 
 
 # ------------------------------------------------------------------ names that a function uses
@@ -343,6 +342,6 @@ class Refuses:
 def test_an_object_by_itself_that_fails_costs_no_other() -> None:
     shared = [1]
     value = {"bad": ByItself([Refuses(), shared]), "good": ByItself((shared, shared))}
-    found = loads(dump(lambda _: value))
+    found = pickle.loads(dump(value))
     assert found["bad"] == Unbuilt("ValueError: refused")
     assert found["good"][0] is found["good"][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def sent(obj: Any) -> Any:
-    return pickling.loads(pickling.dump(lambda found: obj))
+    return pickle.loads(pickling.dump(obj))
 
 
 def reason(obj: Any) -> str:
