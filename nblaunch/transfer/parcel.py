@@ -283,7 +283,7 @@ def pack(
     is_cached: bool = False,
     is_here: bool = True,
 ) -> Parcel:
-    """Pack the object that `build` returns; see `pickling.dump`.
+    """Pack the object that `build` returns: called with the definitions that the pickler finds in `parts`.
 
     The sizes of `parts` are measured, also for NoRoomError, and the receiver's errors name them. Memory that is short
     makes files in `folder`. A cached parcel sends again what the cache of sent data holds.
