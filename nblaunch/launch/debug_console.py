@@ -83,7 +83,7 @@ class _OpenDebugger:
 
     @property
     def takes_command(self) -> bool:
-        """True if it waits for a command, not for a line of ``interact``, of ``commands`` or of ``input``."""
+        """True if it waits for a command, not for a line of ``commands`` or of ``input``."""
         return self.asked is not None and self.asked.is_command
 
     @property

@@ -6,7 +6,6 @@ interrupt, not ``BdbQuit``, ends the call, so that ``finally`` blocks and the ot
 
 from __future__ import annotations
 
-import code
 import contextlib
 import inspect
 import io
@@ -245,24 +244,8 @@ class RankDebugger(Pdb):
         self.error("debug: not in a rank")
 
     def do_interact(self, arg: str) -> None:
-        """interact: type statements of several lines, with the names of this frame."""
-        if self.curframe is None:
-            return
-        console = code.InteractiveConsole(self._names())
-        console.raw_input = self._read_statement  # type: ignore[method-assign]
-        self.message("exit() returns to the debugger; assignments stay here")
-        here = contextlib.redirect_stdout(self._screen), contextlib.redirect_stderr(ErrorScreen(self._screen))
-        with here[0], here[1], contextlib.suppress(SystemExit):
-            console.interact(banner="", exitmsg="")
-
-    def _read_statement(self, prompt: str = "") -> str:
-        if self._keyboard.link.interrupted:
-            raise _Interrupted
-        self._screen.send()
-        try:
-            return self._keyboard.ask(prompt)
-        except KeyboardInterrupt:
-            raise _Interrupted from None
+        """Not here: a statement may be typed at the prompt, which asks for the rest of it."""
+        self.error("interact: not in a rank; type statements here")
 
     def do_run(self, arg: str) -> None:
         """Not here: the launch restarts by running its cell again."""
@@ -275,12 +258,6 @@ class RankDebugger(Pdb):
         frame, line = self.stack[self.curindex]
         source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
         self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")
-
-    # -------------------------------------------------------------- names
-    def _names(self) -> dict[str, Any]:
-        """Return the names of the frame. To read ``f_locals`` again would undo assignments before Python 3.13."""
-        frame: Any = self.curframe
-        return {**frame.f_globals, **(getattr(self, "curframe_locals", None) or frame.f_locals)}
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -316,18 +293,6 @@ class Screen(io.TextIOBase):
         if text:
             link = self._keyboard.link
             link.send(Printed(link.rank, link.task, text))
-
-
-class ErrorScreen(io.TextIOBase):
-    """Stands in for ``sys.stderr`` as a screen does for ``sys.stdout``."""
-
-    def __init__(self, screen: Screen) -> None:
-        super().__init__()
-        self._screen, self._others = screen, sys.stderr
-
-    def write(self, text: str, /) -> int:
-        is_others = threading.get_ident() != self._screen.thread
-        return int((self._others if is_others else self._screen).write(text))
 
 
 class Lines:

@@ -410,7 +410,7 @@ class Asked:
     """What to show after the rank's own prompt; of ``input``: its argument."""
     is_secret: bool = False
     is_command: bool = False
-    """Whether the debugger takes a command: no line of ``interact``, of ``commands`` or of ``input``."""
+    """Whether the debugger takes a command: no line of ``commands`` or of ``input``."""
 
 
 @dataclass(frozen=True, slots=True)

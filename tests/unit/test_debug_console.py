@@ -233,13 +233,13 @@ def test_all_says_who_takes_no_command(ranks: Ranks) -> None:
     assert ranks.news.endswith("rank 0 is busy with its last command\nrank 2 waits for input\n")
 
 
-def test_lines_of_interact_are_no_words_of_the_console(ranks: Ranks) -> None:
+def test_lines_of_commands_are_no_words_of_the_console(ranks: Ranks) -> None:
     ranks.stops(0)
-    ranks.types("interact")
+    ranks.types("commands")
     for number, line in enumerate(("ranks", "rank 1", "all p x", "help all"), 2):
-        ranks.asks(0, ">>> ", is_command=False)
+        ranks.asks(0, "(com) ", is_command=False)
         assert ranks.types(line) == [(0, Typed(TASK, number, line))]
-    ranks.asks(0, ">>> ", is_command=False)
+    ranks.asks(0, "(com) ", is_command=False)
     ranks.console.look(0)
     assert list(ranks.console.outgoing()) == []
 

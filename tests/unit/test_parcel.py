@@ -602,32 +602,22 @@ def test_memory_shared_by_loader_workers_is_copied() -> None:
     assert torch.cat(batches).tolist() == list(range(12))
 
 
-def test_shared_memory_of_a_name_stays_shared() -> None:
+def test_shared_memory_of_a_name_stays_shared(tmp_path: Path) -> None:
     """In a process of its own: torch starts a manager, which stays as long as that."""
-    code = """
+    code = f"""
 import os, torch
 from pathlib import Path
 from nblaunch.transfer.parcel import pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
-tensor = torch.zeros(10).share_memory_()
-outgoing = pack(lambda found: tensor, Path("/nowhere"))
-arrived = unpack([os.dup(fd) for fd in outgoing.fds])
-arrived[3] = 7.0
-print(tensor[3].item())
+tensor, mapped = torch.zeros(10).share_memory_(), torch.from_file({str(tmp_path / "data")!r}, shared=True, size=3)
+mapped[0] = 1
+outgoing = pack(lambda found: (tensor, torch.ones(10).share_memory_(), mapped), Path("/nowhere"))
+arrived, of_no_one, copied = unpack([os.dup(fd) for fd in outgoing.fds])
+arrived[3], mapped[1] = 7.0, 2
+print(tensor[3].item(), of_no_one.sum().item(), copied[0].item())
 """
-    assert printed(code) == ["7.0"]
-
-
-def test_named_shared_memory_arrives_after_the_notebook_drops_it() -> None:
-    code = """
-import os, torch
-from pathlib import Path
-from nblaunch.transfer.parcel import pack, unpack
-torch.multiprocessing.set_sharing_strategy("file_system")
-outgoing = pack(lambda found: torch.ones(10).share_memory_(), Path("/nowhere"))
-print(unpack([os.dup(fd) for fd in outgoing.fds]).sum().item())
-"""
-    assert printed(code) == ["10.0"]
+    assert printed(code) == ["7.0", "10.0", "1.0"]
+    assert np.fromfile(tmp_path / "data", dtype=np.float32).tolist() == [1.0, 2.0, 0.0]
 
 
 def test_shared_memory_of_a_name_arrives_though_its_rank_has_ended() -> None:
@@ -912,22 +902,6 @@ def test_a_file_that_a_tensor_maps_is_sent_as_what_it_holds(shared: bool, tmp_pa
     file.write_bytes(np.arange(LARGE, dtype=np.float32).tobytes())
     tensor = torch.from_file(str(file), shared=shared, size=LARGE)
     assert torch.equal(sent(tensor), torch.arange(LARGE, dtype=torch.float32))
-
-
-def test_a_tensor_keeps_its_mapped_file_if_shared_memory_has_names(tmp_path: Path) -> None:
-    code = f"""
-import os, torch
-from pathlib import Path
-from nblaunch.transfer.parcel import pack, unpack
-torch.multiprocessing.set_sharing_strategy("file_system")
-tensor = torch.from_file({str(tmp_path / "data")!r}, shared=True, size=3)
-tensor[0] = 1
-outgoing = pack(lambda found: tensor, Path("/nowhere"))
-print(unpack([os.dup(fd) for fd in outgoing.fds])[0].item())
-tensor[1] = 2
-"""
-    assert printed(code) == ["1.0"]
-    assert np.fromfile(tmp_path / "data", dtype=np.float32).tolist() == [1.0, 2.0, 0.0]
 
 
 def test_an_empty_tensor_in_shared_memory_arrives() -> None:
