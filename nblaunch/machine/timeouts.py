@@ -2,39 +2,9 @@
 
 from __future__ import annotations
 
-# ------------------------------------------------------------------ transfer, wire, machine
-SEND_TIMEOUT_S = 10
-"""For a send to a process that does not read; whole seconds."""
-FDS_TAKEN_TIMEOUT_S = 600.0
-"""For receivers to take descriptors in flight, once the system accepts no more."""
-FDS_RETRY_INTERVAL_S = 0.005
-"""Between attempts to send descriptors while too many are in flight."""
-
 # ------------------------------------------------------------------ ranks
-KERNEL_EXIT_TIMEOUT_S = 2.0
-"""After the kernel's exit for reapers to exit before the fork server kills them."""
-KERNEL_EXIT_POLL_S = 0.1
-"""Between checks for their exits."""
 WATCH_POLL_S = 0.5
 """Between checks of watched processes on systems without pidfds."""
-SWEEP_TIMEOUT_S = 5.0
-"""For killed descendants to exit."""
-SWEEP_POLL_S = 0.02
-"""Between two rounds of a sweep without a child's exit."""
-TRACKER_TIMEOUT_S = 2.0
-"""For multiprocessing's resource trackers to unlink shared memory once its users are dead."""
-TRACKER_KILL_TIMEOUT_S = 0.5
-"""The end of a sweep in which resource trackers are killed too."""
-FORK_WAIT_S = 0.5
-"""For a library's threads to go idle before a rank forks."""
-MIN_FORK_WAIT_S = 0.01
-"""The same for threads that never go idle, after repeated timeouts."""
-FORK_POLL_S = 0.0005
-"""Between checks of these threads."""
-ABORT_TIMEOUT_S = 2.0
-"""For the communicators of a rank's GPU to end. Its connections are cut then, too."""
-GPU_WORK_TIMEOUT_S = 10.0
-"""For a rank's GPU to finish before its process group is replaced. Then a collective counts as one that never ends."""
 PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
 
@@ -175,8 +145,6 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 # ------------------------------------------------------------------ launch: debugging
 COLLECTIVE_TIMEOUT_S = 1800.0
 """How long ranks may wait in a collective, as in torch's gloo. Time in which the user debugs a rank does not count."""
-DEBUGGED_COLLECTIVE_TIMEOUT_S = 86400.0
-"""torch's own limit where the user may debug a rank: one that has begun cannot be extended."""
 TYPED_CHECK_INTERVAL_S = 1.0
 """Of a rank that waits for a line, between checks for an interrupt: Python misses one that comes as a wait begins."""
 STEP_TIMEOUT_S = 1.0

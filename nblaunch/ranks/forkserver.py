@@ -31,6 +31,10 @@ from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import PROTOCOL, Hello, Importing, NewReaper, NotStarted
 
+_KERNEL_EXIT_TIMEOUT_S = 2.0
+"""After the kernel's exit for reapers to exit before the fork server kills them."""
+_KERNEL_EXIT_POLL_S = 0.1
+"""Between checks for their exits."""
 NAME = "nblaunch-server"
 _MADV_COLLAPSE = 25
 """Rejected by older kernels."""
@@ -224,10 +228,10 @@ class _Server:
 
     def shut_down(self) -> None:
         """Wait for reapers, which see the kernel's exit themselves; then kill what is left."""
-        deadline = time.monotonic() + timeouts.KERNEL_EXIT_TIMEOUT_S
+        deadline = time.monotonic() + _KERNEL_EXIT_TIMEOUT_S
         while self.reapers and time.monotonic() < deadline:
             with selectors.DefaultSelector() as exits:
                 exits.register(self.children, selectors.EVENT_READ)
-                exits.select(timeouts.KERNEL_EXIT_POLL_S)
+                exits.select(_KERNEL_EXIT_POLL_S)
             self.reap()
         reaper.kill_descendants(self.children, None, lambda: None)

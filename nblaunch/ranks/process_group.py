@@ -40,6 +40,18 @@ if TYPE_CHECKING:
 
     from nblaunch.wire.messages import World
 
+_FORK_WAIT_S = 0.5
+"""For a library's threads to go idle before a rank forks."""
+_MIN_FORK_WAIT_S = 0.01
+"""The same for threads that never go idle, after repeated timeouts."""
+_FORK_POLL_S = 0.0005
+"""Between checks of these threads."""
+_ABORT_TIMEOUT_S = 2.0
+"""For the communicators of a rank's GPU to end. Its connections are cut then, too."""
+_GPU_WORK_TIMEOUT_S = 10.0
+"""For a rank's GPU to finish before its process group is replaced. Then a collective counts as one that never ends."""
+_DEBUGGED_COLLECTIVE_TIMEOUT_S = 86400.0
+"""torch's own limit where the user may debug a rank: one that has begun cannot be extended."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -122,7 +134,7 @@ def _limit(world: World) -> float | None:
     """
     if not world.waits_for_user:
         return None
-    return timeouts.COLLECTIVE_TIMEOUT_S if "nccl" in world.backend else timeouts.DEBUGGED_COLLECTIVE_TIMEOUT_S
+    return timeouts.COLLECTIVE_TIMEOUT_S if "nccl" in world.backend else _DEBUGGED_COLLECTIVE_TIMEOUT_S
 
 
 def leave(*, is_last: bool = False) -> None:
@@ -317,7 +329,7 @@ def _abort_on_gpus() -> None:
             abort = getattr(backend, "abort", None)  # old versions of torch have none
             if abort is not None:
                 ended.append(_begin(abort))
-    deadline = time.monotonic() + timeouts.ABORT_TIMEOUT_S
+    deadline = time.monotonic() + _ABORT_TIMEOUT_S
     for lock in ended:
         lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
@@ -333,7 +345,7 @@ def finish_on_gpus() -> None:
         return
     with contextlib.suppress(Exception):  # CUDA's errors, of calls before: the user has seen them
         ended = _begin(functools.partial(torch.cuda.synchronize, torch.cuda.current_device()))
-        if not ended.acquire(timeout=timeouts.GPU_WORK_TIMEOUT_S):
+        if not ended.acquire(timeout=_GPU_WORK_TIMEOUT_S):
             _abort_on_gpus()
 
 
@@ -373,7 +385,7 @@ class ForkGuard:
     """
 
     def __init__(self) -> None:
-        self._max_wait_s = timeouts.FORK_WAIT_S
+        self._max_wait_s = _FORK_WAIT_S
         self._is_installed = False
         self._forking: list[_thread.LockType] = []
         """Locks that are held until the fork is over."""
@@ -393,15 +405,15 @@ class ForkGuard:
     def wait(self) -> None:
         """Wait until no library's thread runs, or until the timeout. Releases the GIL meanwhile."""
         if not _library_thread_runs():
-            self._max_wait_s = timeouts.FORK_WAIT_S
+            self._max_wait_s = _FORK_WAIT_S
             return
         deadline = time.monotonic() + self._max_wait_s
         with self._interrupts_deferred():
             while _library_thread_runs():
                 if time.monotonic() >= deadline:
-                    self._max_wait_s = max(self._max_wait_s / 2, timeouts.MIN_FORK_WAIT_S)
+                    self._max_wait_s = max(self._max_wait_s / 2, _MIN_FORK_WAIT_S)
                     return
-                time.sleep(timeouts.FORK_POLL_S)
+                time.sleep(_FORK_POLL_S)
 
     @contextlib.contextmanager
     def _interrupts_deferred(self) -> Iterator[None]:

@@ -38,6 +38,14 @@ from nblaunch.wire.messages import (
     Swept,
 )
 
+_SWEEP_TIMEOUT_S = 5.0
+"""For killed descendants to exit."""
+_SWEEP_POLL_S = 0.02
+"""Between two rounds of a sweep without a child's exit."""
+_TRACKER_TIMEOUT_S = 2.0
+"""For multiprocessing's resource trackers to unlink shared memory once its users are dead."""
+_TRACKER_KILL_TIMEOUT_S = 0.5
+"""The end of a sweep in which resource trackers are killed too."""
 RankMain = Callable[[RankSpec, socket.socket], None]
 """The main function of a forked rank, called with its spec and its channel to the kernel. Does not return."""
 
@@ -228,8 +236,8 @@ def kill_descendants(
     read. `on_exit` reports exits before they are read. `groups` are killed where descendants cannot be listed. Returned
     are the pids that did not exit within the timeout.
     """
-    deadline = time.monotonic() + timeouts.SWEEP_TIMEOUT_S
-    trackers_kill_time = deadline - timeouts.TRACKER_KILL_TIMEOUT_S
+    deadline = time.monotonic() + _SWEEP_TIMEOUT_S
+    trackers_kill_time = deadline - _TRACKER_KILL_TIMEOUT_S
     finds_orphans = processes.finds_orphans()
     trackers_busy = time.monotonic()  # when a process that trackers may serve was last seen
     while spare is not None or processes.has_children():
@@ -240,7 +248,7 @@ def kill_descendants(
         trackers = set(filter(processes.is_resource_tracker, left))
         now = time.monotonic()
         trackers_busy = trackers_busy if trackers.issuperset(left) else now
-        waits_for_trackers = now < min(trackers_busy + timeouts.TRACKER_TIMEOUT_S, trackers_kill_time)
+        waits_for_trackers = now < min(trackers_busy + _TRACKER_TIMEOUT_S, trackers_kill_time)
         for pid in left:
             if not (waits_for_trackers and pid in trackers):
                 processes.kill(pid, signal.SIGKILL)
@@ -256,7 +264,7 @@ def kill_descendants(
             return left
         with selectors.DefaultSelector() as exits:
             exits.register(children, selectors.EVENT_READ)
-            exits.select(timeouts.SWEEP_POLL_S)
+            exits.select(_SWEEP_POLL_S)
     return []
 
 

@@ -19,11 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nblaunch.machine import segments, timeouts
+from nblaunch.machine import segments
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
+_SEND_TIMEOUT_S = 10
+"""For a send to a process that does not read; whole seconds."""
+_FDS_TAKEN_TIMEOUT_S = 600.0
+"""For receivers to take descriptors in flight, once the system accepts no more."""
+_FDS_RETRY_INTERVAL_S = 0.005
+"""Between attempts to send descriptors while too many are in flight."""
 _HEADER = struct.Struct("!II")
 _MAX_FDS = 250
 """Descriptors in one sendmsg; Linux accepts 253."""
@@ -60,14 +66,14 @@ class Channel:
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send one message. Blocks while the other end is slow, or too many descriptors are in flight."""
-        deadline = time.monotonic() + timeouts.FDS_TAKEN_TIMEOUT_S
+        deadline = time.monotonic() + _FDS_TAKEN_TIMEOUT_S
         try:
             self.post(message, fds)
             while not self.flush():
                 if time.monotonic() > deadline:
                     self._posted.clear()
                     raise OSError(errno.ETOOMANYREFS, "too many descriptors in flight (ulimit -n)")
-                time.sleep(timeouts.FDS_RETRY_INTERVAL_S)  # no event reports that a receiver has taken some
+                time.sleep(_FDS_RETRY_INTERVAL_S)  # no event reports that a receiver has taken some
         except BaseException:
             self._posted.clear()  # the next send would send it, with whatever files have its descriptors' numbers then
             raise
@@ -172,10 +178,10 @@ def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 def channel_pair() -> tuple[Channel, socket.socket]:
     """Return a channel for this process, and the socket of its other end to hand over.
 
-    Sending from here raises BlockingIOError after `timeouts.SEND_TIMEOUT_S` if the other process does not read.
+    Sending from here raises BlockingIOError after `_SEND_TIMEOUT_S` if the other process does not read.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeouts.SEND_TIMEOUT_S), 0))
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_TIMEOUT_S), 0))
     return Channel(here), there
 
 

@@ -17,7 +17,7 @@ from nblaunch.launch.failures import Account, exception_for
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.verdict import Cause
-from nblaunch.machine import inventory, timeouts
+from nblaunch.machine import inventory
 from nblaunch.machine.inventory import has_used_cuda, this_machine
 from nblaunch.ranks import error_report, process_group
 from nblaunch.ranks.forkserver import fork_problem
@@ -197,7 +197,7 @@ def test_communicators_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> 
     def fails() -> None:
         raise RuntimeError("aborted before")
 
-    monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(process_group, "_ABORT_TIMEOUT_S", 60.0)
     abort_all(monkeypatch, abort, None, fails, abort)
     assert ended == [1, 1]
 
@@ -210,7 +210,7 @@ def test_a_communicator_whose_calls_are_checked_is_aborted(monkeypatch: pytest.M
         def _get_backend(self, device: torch.device) -> Any:
             return SimpleNamespace(abort=lambda: None, wrapped_pg=super()._get_backend(device))
 
-    monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(process_group, "_ABORT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(sys.modules[__name__], "FakeGroup", CheckedGroup)
     abort_all(monkeypatch, lambda: ended.append(1))
     assert ended == [1]
@@ -231,7 +231,7 @@ def test_a_collective_that_hangs_is_aborted_before_its_group(
         has_ended.set()
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(timeouts, "GPU_WORK_TIMEOUT_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(process_group, "_GPU_WORK_TIMEOUT_S", 0.01 if hangs else 60.0)
     monkeypatch.setattr(process_group, "_abort_on_gpus", lambda: said.append("abort"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: said.append("destroy"))
@@ -269,7 +269,7 @@ def test_an_abort_that_hangs_does_not_keep_the_connections(monkeypatch: pytest.M
         may_end.wait()
         has_ended.set()
 
-    monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(process_group, "_ABORT_TIMEOUT_S", 0.01)
     abort_all(monkeypatch, hangs)
     begun.wait()
     assert not has_ended.is_set()
