@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -155,10 +154,6 @@ def square(number: int) -> int:
     return number * number
 
 
-def put_square(number: int, queue: Any) -> None:
-    queue.put(square(number))
-
-
 # ------------------------------------------------------------------ checks: what ranks run
 def pickles_by_name() -> None:
     net = Net()
@@ -199,24 +194,6 @@ def pool_by_fork() -> None:
 
 def pool_by_spawn() -> None:
     _pool("spawn")
-
-
-def _process(method: str) -> None:
-    context: Any = multiprocessing.get_context(method)
-    queue = context.Queue()
-    process = context.Process(target=put_square, args=(3, queue))
-    process.start()
-    assert queue.get(timeout=LONG) == 9
-    process.join(60)
-    assert process.exitcode == 0
-
-
-def process_by_fork() -> None:
-    _process("fork")
-
-
-def process_by_spawn() -> None:
-    _process("spawn")
 
 
 @functools.cache
@@ -281,7 +258,7 @@ def all_in_one_launch() -> dict[str, str]:
     return {check.__name__: _outcome(check) for check in IN_ONE}
 
 
-ALONE: tuple[Callable[[], None], ...] = (pool_by_spawn, process_by_spawn, loader_workers_by_spawn)
+ALONE: tuple[Callable[[], None], ...] = (pool_by_spawn, loader_workers_by_spawn)
 """Checks that one rank makes."""
 CHECKS: tuple[Callable[..., None], ...] = (
     what_other_ranks_and_pickle_bring_leaves_classes_as_they_are,
@@ -290,8 +267,6 @@ CHECKS: tuple[Callable[..., None], ...] = (
     gathers_objects,
     pool_by_fork,
     pool_by_spawn,
-    process_by_fork,
-    process_by_spawn,
     loader_workers_by_fork,
     loader_workers_by_spawn,
     main_has_the_names_it_was_sent,
@@ -505,21 +480,6 @@ def a_manager_and_what_it_holds_are_shared(**options: Any) -> None:
         assert sorted(shared["inner"]) == sorted(queue.get(timeout=LONG) for _ in range(ranks)) == list(range(ranks))
 
 
-def a_block_of_shared_memory_outlives_ranks(**options: Any) -> None:
-    block: Any = SharedMemory(create=True, size=8)
-
-    def count(rank: int) -> None:
-        block.buf[rank] += 1
-
-    try:
-        for _ in range(2):
-            notebook_launcher(count, **options)
-        assert bytes(block.buf[: options["num_processes"]]) == bytes([2] * options["num_processes"])
-    finally:
-        block.close()
-        block.unlink()
-
-
 EVERYWHERE: tuple[Callable[..., None], ...] = (
     results_leave_classes_as_they_are,
     methods_of_results_use_this_processs_globals,
@@ -534,7 +494,6 @@ AT_HOME: tuple[Callable[..., None], ...] = (
     a_local_class_comes_back_as_itself,
     what_multiprocessing_shares_is_shared,
     a_manager_and_what_it_holds_are_shared,
-    a_block_of_shared_memory_outlives_ranks,
     *EVERYWHERE,
 )
 

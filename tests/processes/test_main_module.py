@@ -125,24 +125,3 @@ def kernel() -> Iterator[Kernel]:
 def test_definitions_of_a_cell_pickle_in_ranks_and_their_children(kernel: Kernel, start_method: str) -> None:
     launched = f"notebook_launcher(run, num_processes=2, start_method={start_method!r}, view='none')"
     assert kernel.ask(f"list({launched})") == [([[9], [9]], [0, 1, 4, 9]), None]
-
-
-BOX = """
-FACTOR = 2
-class Box:
-    made = 0
-    def __init__(self, value):
-        Box.made += 1
-        self.value = value
-    def scaled(self):
-        return self.value * FACTOR
-"""
-
-
-def test_a_cells_class_is_left_as_it_is_by_what_comes_back(kernel: Kernel, start_method: str) -> None:
-    launched = "list(notebook_launcher({}, num_processes=2, start_method={!r}, view='none'))".format
-    kernel.run(BOX).check()
-    kernel.run(f"boxes = {launched('lambda rank: Box(rank + 1)', start_method)}\nFACTOR = 5").check()
-    assert kernel.ask("[box.scaled() for box in boxes], Box.made") == ([5, 10], 0)
-    assert kernel.ask("type(boxes[0]) is Box, Box.scaled.__globals__ is globals()") == (True, True)
-    assert kernel.ask(launched("lambda rank: Box(rank + 1).scaled()", start_method)) == [5, 10]

@@ -740,23 +740,6 @@ def test_the_sizes_of_parts_are_reported() -> None:
     outgoing.close()
 
 
-def test_a_part_without_memory_does_not_sum_up_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    summed: list[int] = []
-
-    def merged(regions: Any) -> list[Region]:
-        summed.append(len(regions))
-        return list(regions)
-
-    def calls_for(parts: dict[str, Any]) -> int:
-        summed.clear()
-        packed(0, parts).close()
-        return len(summed)
-
-    monkeypatch.setattr(segments, "merged", merged)
-    data = {"data": large()}
-    assert calls_for(data | {f"small {i}": "text" for i in range(9)}) == calls_for(data) > 0
-
-
 def test_parts_arrive_as_the_objects_that_the_whole_refers_to() -> None:
     data = [large()]
     outgoing = packed({"x": data, "y": [data]}, {"data": data})
@@ -779,11 +762,6 @@ def test_regions_share_segments_so_that_there_are_few(sizes: list[int]) -> None:
     groups = segments.grouped(regions)
     assert [region for group in groups for region in group] == regions
     assert len(groups) <= 60
-
-
-def test_ten_thousand_small_pieces_need_few_segments() -> None:
-    groups = segments.grouped([Region(i << 20, 100_000) for i in range(10_000)])
-    assert len(groups) <= 30
 
 
 def test_a_small_piece_that_is_kept_holds_little_more() -> None:
@@ -908,17 +886,6 @@ def test_an_empty_tensor_in_shared_memory_arrives() -> None:
     assert sent(torch.empty(0).share_memory_()).shape == (0,)
 
 
-class Clears:
-    """Empties a bytearray while it is being sent."""
-
-    def __init__(self, data: bytearray) -> None:
-        self.data = data
-
-    def __reduce__(self) -> Any:
-        self.data.clear()
-        return int, ()
-
-
 class Frees:
     """Frees the memory of a tensor while it is being sent, as caches do."""
 
@@ -935,9 +902,3 @@ def test_a_tensor_whose_memory_goes_while_it_is_packed_is_not_sent(size: int) ->
     tensor = large()
     with pytest.raises(BufferError, match="a tensor of 524 KB was resized or freed while it was being packed, by an"):
         packed([tensor, Frees(tensor, size)])
-
-
-def test_bytes_that_are_being_sent_cannot_be_resized() -> None:
-    data = bytearray(3 << 20)
-    with pytest.raises(BufferError, match="cannot be re-sized"):
-        packed([data, Clears(data)])

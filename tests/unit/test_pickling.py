@@ -133,14 +133,6 @@ def test_an_object_sent_twice_arrives_once() -> None:
     assert first is second["again"]
 
 
-def test_tensors_and_parameters_travel() -> None:
-    parameter = torch.nn.Parameter(torch.arange(3.0))
-    arrived = sent({"p": parameter, "t": torch.eye(2)})
-    assert isinstance(arrived["p"], torch.nn.Parameter)
-    assert torch.equal(arrived["p"], parameter)
-    assert torch.equal(arrived["t"], torch.eye(2))
-
-
 class InteractiveShell:
     """Has the name of IPython's, whose instance would be one for the whole test run."""
 
