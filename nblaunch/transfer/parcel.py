@@ -333,14 +333,14 @@ def _made(folder: Path | Callable[[], Path]) -> Path:
 def unpack(fds: Sequence[int]) -> Any:
     """Rebuild a packed object from its descriptors, and close them."""
     try:
-        with _Stream(fds[0], 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as stream:
+        with mmap.mmap(fds[0], 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as stream:
             return _rebuilt(stream, fds)
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
+def _rebuilt(stream: mmap.mmap, fds: Sequence[int]) -> Any:
     layout: _Layout = pickle.load(stream)
     last = 1 + layout.segments
     mapped = [segments.map_segment(fd, os.fstat(fd).st_size) for fd in fds[1:last]]
@@ -350,28 +350,15 @@ def _rebuilt(stream: _Stream, fds: Sequence[int]) -> Any:
             return fds[last + place]
         return mapped[place.segment][place.offset : place.offset + place.size]
 
-    def load(unpickler: Any) -> Any:
-        for name in layout.parts:
-            try:
-                unpickler.load()
-            except (LostReferenceError, OSError, MemoryError):
-                raise  # not for the content of this part
-            except Exception as error:  # noqa: BLE001  # user code
-                why = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
-                cause = error.with_traceback(users_part(error.__traceback__) or error.__traceback__)
-                raise PayloadError(f"`{name}` could not be rebuilt in the rank: {why}") from cause
-        return unpickler.load()
-
     buffers: Any = map(received, layout.buffers)
-    return load(pickle.Unpickler(stream, buffers=buffers))
-
-
-class _Stream(mmap.mmap):
-    """The mapped file of a pickle."""
-
-    def readinto(self, into: Any) -> int:
-        room, at = memoryview(into).cast("B"), self.tell()
-        self.seek(min(len(room), len(self) - at), os.SEEK_CUR)
-        with memoryview(self) as own:
-            room[: self.tell() - at] = own[at : self.tell()]
-        return self.tell() - at
+    unpickler: Any = pickle.Unpickler(stream, buffers=buffers)
+    for name in layout.parts:
+        try:
+            unpickler.load()
+        except (LostReferenceError, OSError, MemoryError):
+            raise  # not for the content of this part
+        except Exception as error:  # noqa: BLE001  # user code
+            why = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
+            cause = error.with_traceback(users_part(error.__traceback__) or error.__traceback__)
+            raise PayloadError(f"`{name}` could not be rebuilt in the rank: {why}") from cause
+    return unpickler.load()
