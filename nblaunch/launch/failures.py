@@ -30,7 +30,7 @@ from nblaunch.launch import cell_changes
 from nblaunch.launch.frontend import host
 from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.tails import last_lines
+from nblaunch.launch.output.terminal_lines import last_lines
 from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.verdict import Cause

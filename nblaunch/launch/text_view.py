@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from nblaunch.launch.output.metric_names import number_of
-from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, without_colours
+from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_colours
 from nblaunch.launch.views import (
     Countdown,
     Displays,
     Ended,
     Event,
     LaunchInfo,
-    LogPiece,
     Logs,
     Note,
     Outcome,
@@ -98,8 +97,6 @@ class TextView(View):
         status: Show the status line. Requires an output that honours carriage returns. Default: True.
     """
 
-    wants_text = True
-
     def __init__(
         self,
         write: Callable[[str, Stream], None],
@@ -112,7 +109,6 @@ class TextView(View):
         self._clock = clock
         self._status = _Status(is_terminal) if status else None
         self._info: LaunchInfo | None = None
-        self._assemblers: dict[_Source, LineAssembler] = {}
         self._reported: dict[int, _RankReports] = {}
         self._blocks: list[tuple[_Source, Excerpt]] = []
         """Pending blocks of lines, each from one source, in display order."""
@@ -127,7 +123,7 @@ class TextView(View):
     def on(self, event: Event) -> None:
         match event:
             case Started(info):
-                self._finish_lines()
+                self._clear_status()
                 self._info = info
                 self._start_late_at = math.inf if info.is_session else self._clock() + timeouts.PREPARING_NOTE_DELAY_S
             case RanksChanged(ranks) if any(rank.state != "starting" for rank in ranks):
@@ -136,8 +132,10 @@ class TextView(View):
             case Preparing(text, cancel=None):
                 self._wait_for(text)
                 self._emit(_MAX_EMISSION_BYTES)
-            case Logs(pieces):
-                self._add_logs(pieces)
+            case Logs(logs):
+                for log in logs:
+                    self._add(_Source(log.rank, log.stream, log.path), log.lines)
+                    self._set_status(log.rank, log.stream, " · ".join(log.open))
                 self._emit_if_due()
             case Reports(rank, records):
                 for record in records:
@@ -168,17 +166,6 @@ class TextView(View):
                 self._end(outcome)
 
     # -------------------------------------------------------------- taking in
-    def _add_logs(self, pieces: Iterable[LogPiece]) -> None:
-        for log in pieces:
-            source = _Source(log.rank, log.stream, log.log.name)
-            assembler = self._assemblers.setdefault(source, LineAssembler())
-            self._add(source, assembler.feed(log.piece.head))
-            if log.piece.skipped_bytes:
-                self._add(source, assembler.finish())
-                self._block(source).skip(log.piece.skipped_lines, log.piece.skipped_bytes)
-                self._add(source, assembler.feed(log.piece.tail))
-            self._set_status(log.rank, log.stream, assembler.partial)
-
     def _add_metrics(self, rank: int, record: Mapping[str, Any]) -> None:
         reported = self._reported.setdefault(rank, _RankReports())
         fits = reported.add(float(record.get("time") or 0.0))
@@ -206,7 +193,7 @@ class TextView(View):
             self._status.set(rank, kind, _one_line(text))
 
     def _end(self, outcome: Outcome) -> None:
-        self._finish_lines()
+        self._clear_status()
         self._blocks += (self._late or {}).items()
         closing = [
             f"[rank {rank}] {'; '.join(filter(None, (_metrics_text(reported.metrics), *reported.best.values())))} "
@@ -219,10 +206,7 @@ class TextView(View):
         self._add(_NBLAUNCH, closing)
         self._emit(_MAX_END_BYTES if self._late else _MAX_EMISSION_BYTES)
 
-    def _finish_lines(self) -> None:
-        for source, assembler in self._assemblers.items():
-            self._add(source, assembler.finish())
-        self._assemblers.clear()
+    def _clear_status(self) -> None:
         if self._status is not None:
             self._status.clear()
 
@@ -357,10 +341,8 @@ def plain_writer() -> Callable[[str, Stream], None]:
 
 # ------------------------------------------------------------------ wording
 def _gap_text(source: _Source, excerpt: Excerpt) -> str:
-    amount = _human(excerpt.left_bytes)
-    if excerpt.left_lines and not excerpt.uncounted:
-        amount = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)} ({amount})"
-    return f"… {amount} omitted" + (f"; see {source.where} …" if source.where else " …")
+    lines = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)}"
+    return f"… {lines} ({_human(excerpt.left_bytes)}) omitted" + (f"; see {source.where} …" if source.where else " …")
 
 
 def _metrics_text(metrics: Mapping[str, float]) -> str:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nblaunch.engines.protocol import Body, Log, Workers
+from nblaunch.engines.protocol import Body, Workers
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.tails import Piece
 from nblaunch.machine import timeouts
 
 Stream = Literal["out", "err"]
@@ -89,17 +88,19 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class LogPiece:
-    """What was appended to one log."""
+class LogLines:
+    """What a rank has printed to one stream since the last event, as a terminal would show it."""
 
     rank: int
     stream: Stream
-    piece: Piece
-    """Empty for a view with `View.wants_text` false, unless ``metric_patterns`` search it."""
-    log: Log
-    """The whole log, which can be read at any time."""
-    end: int = 0
-    """Size of the log so far, in bytes."""
+    path: str
+    """Of the whole log."""
+    lines: Sequence[str]
+    """Finished lines, each with its own colours."""
+    open: Sequence[str] = ()
+    """All unfinished lines that show something, such as progress bars."""
+    retracted: int = 0
+    """Lines of earlier events that are taken back, because the cursor has moved up to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class RanksChanged:
 class Logs:
     """Ranks have printed."""
 
-    pieces: Sequence[LogPiece]
+    logs: Sequence[LogLines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +311,6 @@ _log = logging.getLogger(__name__)
 class View(ABC):
     """Shows one launch."""
 
-    wants_text: bool = False
-    """`Logs` must carry the text. False for a view that reads the log files itself."""
     shows_notes: bool = True
     """False for a view that shows nothing."""
     shows_failures: bool = False
@@ -340,8 +339,7 @@ class ShieldedView(View):
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self.wants_text, self.shows_notes = view.wants_text, view.shows_notes
-        self.shows_failures = view.shows_failures
+        self.shows_notes, self.shows_failures = view.shows_notes, view.shows_failures
 
     def on(self, event: Event) -> None:
         try:

@@ -175,8 +175,6 @@ RESOURCE_SAMPLE_INTERVAL_S = 1.0
 """Pause between two samples of the ranks' CPU, memory and GPU."""
 FIRST_SAMPLE_INTERVAL_S = 0.2
 """The same until each rank has been measured once: some may end within a second."""
-LOG_TIME_RESOLUTION_S = 0.2
-"""Bytes of a log that arrive within this time get one time."""
 SHELL_SERVE_INTERVAL_S = 0.1
 """Pause between two reads of the kernel's shell channel while a cell waits for its launch."""
 BUSY_STATUS_INTERVAL_S = 1.0

@@ -36,12 +36,10 @@ def terminal_lines(lines: Iterable[str]) -> Iterator[str]:
 def block(lines: Sequence[str], size: int) -> str:
     """Return lines as at most `size` bytes of HTML; omit lines in the middle."""
     excerpt = Excerpt(size // 4, size * 3 // 4)
-    for line in terminal_lines(lines[:_MAX_FIRST_LINES]):
-        excerpt.add(coloured(line, 300))
-    rest = lines[_MAX_FIRST_LINES:]
-    if len(rest) > _MAX_LAST_LINES:
-        excerpt.skip(len(rest) - _MAX_LAST_LINES, 1)
-    for line in terminal_lines(rest[-_MAX_LAST_LINES:]):
+    left_out = len(lines) - _MAX_FIRST_LINES - _MAX_LAST_LINES
+    if left_out > 0:
+        lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines omitted …", *lines[-_MAX_LAST_LINES:]]
+    for line in terminal_lines(lines):
         excerpt.add(coloured(line, 300))
     return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
 

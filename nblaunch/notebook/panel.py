@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch.engines.protocol import Workers
@@ -28,7 +28,6 @@ from nblaunch.launch.views import (
     Ended,
     Event,
     LaunchInfo,
-    LogPiece,
     Logs,
     Note,
     Outcome,
@@ -82,7 +81,6 @@ class PanelView(View):
         shell: The notebook's shell.
     """
 
-    wants_text = False
     shows_failures = True
 
     def __init__(self, shell: Any) -> None:
@@ -134,8 +132,10 @@ class PanelView(View):
                 self._workers = workers
             case Preparing(text, cancel):
                 self._waiting.show(text, cancel)
-            case Logs(pieces):
-                self._add_logs(pieces)
+            case Logs(logs):
+                assert self._info is not None
+                for log in logs:
+                    self._feed.add(self._info.attempt, log, self._now())
             case Ended(outcome):
                 self._end(outcome)
             case _:
@@ -152,12 +152,6 @@ class PanelView(View):
             for entry in self._outputs.clear():
                 self._state.set_outputs(entry)
             self._send_in_background()
-
-    def _add_logs(self, pieces: Sequence[LogPiece]) -> None:
-        assert self._info is not None
-        now = self._now()
-        for log in pieces:
-            self._feed.grew(self._info.attempt, log.rank, log.stream, log.log, log.end, now)
 
     def _update(self, event: Event) -> None:
         match event:
@@ -365,7 +359,7 @@ class PanelView(View):
         size = len(json.dumps(to_content(delta)))
         room = max(_MIN_LOG_BYTES, int(self._credit) - size)
         outputs, output_bytes = self._outputs.take(room // 2 if self._feed.has_more else room)
-        logs = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)), is_over=is_over)
+        logs = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)))
         needs_heartbeat = not is_over and time.monotonic() - self._sent_at > timeouts.PANEL_HEARTBEAT_INTERVAL_S
         if changes or logs or outputs or needs_heartbeat:
             delta = Delta(now=delta.now, changes=changes, logs=logs or None, outputs=outputs or None)

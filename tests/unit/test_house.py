@@ -42,7 +42,7 @@ TASK = (
 )
 """The modules of launch/ that see a task through, whatever the engine."""
 SHOWN = (
-    *("failures.py", "follower.py", "reports.py", "tails.py", "text_view.py"),
+    *("failures.py", "follower.py", "reports.py", "terminal_lines.py", "text_view.py"),
     *("log_feed.py", "output_store.py", "panel.py", "panel_state.py", "session_display.py", "cell_display.py"),
 )
 """The modules of launch/ and notebook/ that show what ranks write and use."""

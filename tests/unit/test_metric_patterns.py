@@ -11,20 +11,9 @@ import pytest
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.reports import PrintedMetrics, compile_patterns, search
-from nblaunch.launch.output.tails import Piece
 
 ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"
 ANYTHING = r"x=(?P<x>\S+)"
-
-
-@pytest.fixture
-def printed() -> PrintedMetrics:
-    """Searches for the accuracy."""
-    return PrintedMetrics(compile_patterns(ACCURACY))
-
-
-def values(records: list[dict[str, Any]]) -> list[float]:
-    return [value for record in records for value in record["metrics"].values()]
 
 
 def found(line: str, *patterns: str) -> dict[str, Any] | None:
@@ -142,58 +131,9 @@ def test_one_line_with_several_matches_is_one_record() -> None:
 
 
 # ------------------------------------------------------------------ lines
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (b"Accuracy: 0.5\nelse\nAccuracy: 0.6\r\n", [0.5, 0.6]),
-        (b"\x1b[1mAccuracy:\x1b[0m \x1b[32m0.5\x1b[0m\n", [0.5]),
-        (b"\x1b]0;a title\x07Accuracy: 0.5\n", [0.5]),
-        (b"Accuracy: 0.1\rAccuracy: 0.2\rAccuracy: 0.3\n", [0.3]),
-        (b"\rAccuracy: 0.1\r              \rdone\n", []),
-        (b"\rAccuracy: 0.1\r\x1b[Kepoch 2\r\n", []),
-        (b"Accuracy: 0.1\b2\n", [0.2]),
-        (b"\xff caf\xc3\xa9 Accuracy: 0.5 \xe2\x82\n", [0.5]),
-        (b"no line end, Accuracy: 0.5", [0.5]),
-        (b"\rAccuracy: 0.1\rAccuracy: 0.2", [0.2]),
-        (b"", []),
-    ],
-)
-def test_a_line_is_what_a_terminal_would_show(printed: PrintedMetrics, data: bytes, expected: list[float]) -> None:
-    assert values(printed.search(Piece(data)) + printed.finish()) == expected
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_it_does_not_matter_how_a_line_is_split_over_looks(printed: PrintedMetrics, size: int) -> None:
-    data = "é \x1b[1mAccuracy: 0.1\x1b[0m\nAccuracy: 0.2\rAccuracy: 0.3\r\nAccuracy: 0.4\n".encode()
-    records = []
-    for at in range(0, len(data), size):
-        records += printed.search(Piece(data[at : at + size]))
-    assert values(records) == [0.1, 0.3, 0.4]
-    assert values(printed.finish()) == []
-
-
-@pytest.mark.parametrize("colour", [b"", b"\x1b[0m"])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_of_a_long_line_both_ends_are_searched(printed: PrintedMetrics, colour: bytes, at_once: bool) -> None:
-    for line, expected in (
-        ([colour, b"Accuracy: 0.1", b"x" * 100_000, b"Accuracy: 0.2\n"], [0.1]),
-        ([colour, b"x" * 100_000, b"Accuracy: 0.2", b"y" * 100_000, b"\n"], []),
-        ([colour, b"x" * 100_000, b"Accuracy: 0.3\n"], [0.3]),
-    ):
-        parts = [b"".join(line)] if at_once else line
-        assert values([record for part in parts for record in printed.search(Piece(part))]) == expected
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_of_a_bar_that_is_redrawn_for_long_the_last_state_counts(printed: PrintedMetrics, at_once: bool) -> None:
-    states = [b"\r%3d%%|%s| Accuracy: 0.%04d" % (n // 50, b"#" * 40, n) for n in range(5000)]
-    parts = [b"".join(states)] if at_once else states
-    assert [record for part in parts for record in printed.search(Piece(part))] == []
-    assert values(printed.search(Piece(b"\nAccuracy: 0.7\n"))) == [0.4999, 0.7]
-
-
-def test_of_a_flood_the_beginning_and_the_end_are_searched(printed: PrintedMetrics) -> None:
-    piece = Piece(b"Accuracy: 0.1\nAccur", 3, 99, b"Accuracy: 0.2\nAccuracy: 0.3")
-    assert values(printed.search(piece)) == [0.1, 0.2]
-    assert values(printed.finish()) == [0.3]
-    assert (printed.lines, printed.matches) == (4, 3)
+def test_lines_are_searched_without_their_colours_and_counted() -> None:
+    printed = PrintedMetrics(compile_patterns(ACCURACY))
+    lines = ["\x1b[1mAccuracy:\x1b[0m \x1b[32m0.5\x1b[0m", "", "else", "no line end, Accuracy: 0.6"]
+    records = printed.search(lines, 7.0)
+    assert [(record["time"], record["metrics"]["accuracy"]) for record in records] == [(7.0, 0.5), (7.0, 0.6)]
+    assert (printed.lines, printed.matches) == (3, 2)

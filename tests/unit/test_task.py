@@ -23,7 +23,7 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.tails import last_lines
+from nblaunch.launch.output.terminal_lines import last_lines
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.stopping import TimedOut
 from nblaunch.launch.supervisor import supervise
@@ -62,16 +62,17 @@ class Clock:
 class Recorder(NullView):
     """Keeps what it is shown."""
 
-    wants_text = True
+    shows_notes = True
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.countdowns: list[str] = []
         self.states: dict[int, str] = {}
         self.pids: dict[int, int] = {}
-        self.printed: dict[tuple[int, str], bytes] = {}
+        self.printed: dict[tuple[int, str], list[str]] = {}
         self.records: list[tuple[int, Mapping[str, Any]]] = []
         self.texts: Mapping[int, str] = {}
+        self.workers: list[object] = []
 
     def on(self, event: ShownEvent) -> None:
         match event:
@@ -82,14 +83,15 @@ class Recorder(NullView):
             case RanksChanged(changed):
                 for status in changed:
                     self.states[status.rank], self.pids[status.rank] = status.state, status.pid
-            case Logs(pieces):
-                for piece in pieces:
-                    key = (piece.rank, piece.stream)
-                    self.printed[key] = self.printed.get(key, b"") + piece.piece.head
+            case Logs(logs):
+                for log in logs:
+                    self.printed.setdefault((log.rank, log.stream), []).extend(log.lines)
             case Reports(rank, records):
                 self.records += [(rank, record) for record in records]
             case StacksShown(texts):
                 self.texts = texts
+            case RanksPlaced(workers):
+                self.workers.append(workers)
 
 
 class Scene:
@@ -562,7 +564,7 @@ def test_the_view_gets_what_ranks_print(scene: Scene) -> None:
     output.poll()
     scene[0].prints("three\n")
     output.poll()
-    assert scene.view.printed == {(0, "out"): b"one\nthree\n", (1, "err"): b"two\n"}
+    assert scene.view.printed == {(0, "out"): ["one", "three"], (1, "err"): ["two"]}
 
 
 def test_reports_are_kept_and_shown(scene: Scene) -> None:
@@ -654,32 +656,18 @@ def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
     view, workers = Recorder(), hello(7)
     attempt, engine = attempt_of(workers, view)
     assert attempt.run(engine).state == "finished"
-    assert view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
+    assert view.printed == {(0, "out"): ["hello"], (1, "out"): ["hello"]}
     assert view.notes == ["processes 7 survived SIGKILL: they wait in the operating system"]
     assert workers.is_closed
     assert (engine.orders[0].world_size, engine.orders[0].method) == (2, "scripted")
     attempt.commands.close()
 
 
-class Panel(View):
-    """Reads logs itself."""
-
-    wants_text = False
-
-    def __init__(self) -> None:
-        self.events: list[ShownEvent] = []
-
-    def on(self, event: ShownEvent) -> None:
-        self.events.append(event)
-
-
-def test_views_get_logs_and_usage_that_outlive_the_group() -> None:
-    view, workers = Panel(), hello()
+def test_views_get_the_ranks_and_logs_outlive_the_group() -> None:
+    view, workers = Recorder(), hello()
     attempt, engine = attempt_of(workers, view)
     attempt.run(engine)
-    assert [event.workers for event in view.events if isinstance(event, RanksPlaced)] == [workers]
-    pieces = [piece for event in view.events if isinstance(event, Logs) for piece in event.pieces]
-    assert {(piece.rank, piece.log.read(0, piece.end)) for piece in pieces} == {(0, b"hello\n"), (1, b"hello\n")}
+    assert view.workers == [workers]
     assert last_lines(attempt.output.ranks[1].logs["out"]) == "hello"
     attempt.commands.close()
 
@@ -693,7 +681,7 @@ def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> Non
         worker.returns()
     supervise(scene.task, output, scene.view, scene.is_over)
     assert scene.phase == "returned"
-    assert scene.view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
+    assert scene.view.printed == {(0, "out"): ["hello"], (1, "out"): ["hello"]}
     assert scene.group.live == [0, 1]
 
 

@@ -106,15 +106,15 @@ def test_the_cursor_goes_up_no_further_than_its_reach() -> None:
     assert assembler.retracted == 7  # and the line that the cursor was on
 
 
-def test_partial_is_the_line_so_far() -> None:
+def test_partials_are_the_lines_so_far() -> None:
     assembler = LineAssembler()
-    assert assembler.partial == ""
+    assert assembler.partials == []
     assert assembler.feed(b"done\n 10%|#") == ["done"]
-    assert assembler.partial == " 10%|#"
+    assert assembler.partials == [" 10%|#"]
     assembler.feed(b"\r 20%|##")
-    assert assembler.partial == " 20%|##"
+    assert assembler.partials == [" 20%|##"]
     assert assembler.feed(b"\n") == [" 20%|##"]
-    assert assembler.partial == ""
+    assert assembler.partials == []
 
 
 def test_a_bar_that_wiped_itself_leaves_no_line() -> None:
@@ -156,7 +156,7 @@ def test_the_memory_of_a_long_line_is_bounded() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1_000_000
-    assert len(assembler.partial) < 4100
+    assert len(assembler.partials[0]) < 4100
 
 
 @pytest.mark.parametrize(
@@ -246,31 +246,16 @@ def test_an_excerpt_of_everything_has_no_gap() -> None:
     assert (excerpt.size, excerpt.left_lines) == (14, 0)
 
 
-def test_uncounted_lines_stay_uncounted() -> None:
-    excerpt = Excerpt(100, 100)
-    excerpt.add("first")
-    excerpt.skip(-1, 1 << 30)
-    excerpt.add("last")
-    assert (excerpt.uncounted, excerpt.left_lines, excerpt.left_bytes) == (True, 0, 1 << 30)
-    assert excerpt.text("gap") == "first\ngap\nlast\n"
-
-
 @DETERMINISTIC
-@given(st.lists(st.text("aé", max_size=9) | st.none(), max_size=60), st.integers(0, 200), st.integers(0, 300))
-def test_an_excerpt_shows_or_counts_every_line(lines: list[str | None], kept: int, cut: int) -> None:
+@given(st.lists(st.text("aé", max_size=9), max_size=60), st.integers(0, 200), st.integers(0, 300))
+def test_an_excerpt_shows_or_counts_every_line(lines: list[str], kept: int, cut: int) -> None:
     excerpt = Excerpt(kept // 4, kept)
-    skipped = 0
     for line in lines:
-        if line is None:
-            excerpt.skip(3, 30)
-            skipped += 3
-        else:
-            excerpt.add(line)
+        excerpt.add(line)
     excerpt.cut(cut)
-    added = [line for line in lines if line is not None]
     shown = [*excerpt.head, *excerpt.tail]
-    assert len(shown) + excerpt.left_lines == len(added) + skipped
-    assert shown == added[: len(excerpt.head)] + added[len(added) - len(excerpt.tail) :]
+    assert len(shown) + excerpt.left_lines == len(lines)
+    assert shown == lines[: len(excerpt.head)] + lines[len(lines) - len(excerpt.tail) :]
     assert excerpt.size <= min(cut, kept + kept // 4)
 
 

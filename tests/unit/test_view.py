@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.engines.local import LocalEngine
-from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
 from nblaunch.launch.machines import with_usable_method
 from nblaunch.launch.options import Options
-from nblaunch.launch.output.tails import Piece
+from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.text_view import STARTING, TextView, plain_writer
 from nblaunch.launch.views import (
@@ -28,7 +27,7 @@ from nblaunch.launch.views import (
     Ended,
     Event,
     LaunchInfo,
-    LogPiece,
+    LogLines,
     Logs,
     Note,
     NullView,
@@ -45,7 +44,6 @@ from nblaunch.launch.views import (
     preparing,
 )
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.launch_files import rank_file
 from tests.unit.fake_engine import FakeEngine, FakeWorkers
 
 Stream = Literal["out", "err"]
@@ -53,8 +51,8 @@ INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
 FINISHED = Outcome("finished", 3.21, "")
 
 
-def piece_of(rank: int, stream: Stream, piece: Piece, folder: str = "/logs") -> LogPiece:
-    return LogPiece(rank, stream, piece, LogFile(rank_file(folder, rank, stream)))
+def lines_of(rank: int, stream: Stream, *lines: str, open: Sequence[str] = ()) -> LogLines:
+    return LogLines(rank, stream, f"/logs/rank{rank}.{stream}", lines, open)
 
 
 class Cell:
@@ -63,6 +61,7 @@ class Cell:
     def __init__(self, **options: Any) -> None:
         self.now = 100.0
         self.messages: list[tuple[float, Stream, str]] = []
+        self.assemblers: dict[tuple[int, Stream], LineAssembler] = {}
         self.view = TextView(self._write, clock=lambda: self.now, **options)
         self.view.on(Started(INFO))
         self.view.on(RanksChanged([RankStatus(0, "running", 7)]))
@@ -73,7 +72,14 @@ class Cell:
 
     def prints(self, text: str | bytes, rank: int = 0, stream: Stream = "out") -> None:
         data = text if isinstance(text, bytes) else text.encode()
-        self.view.on(Logs([piece_of(rank, stream, Piece(data))]))
+        assembler = self.assemblers.setdefault((rank, stream), LineAssembler())
+        lines = assembler.feed(data)
+        self.view.on(Logs([lines_of(rank, stream, *lines, open=assembler.partials)]))
+
+    def ends(self, outcome: Outcome = FINISHED) -> None:
+        ends = [lines_of(*key, *assembler.finish()) for key, assembler in self.assemblers.items()]
+        self.view.on(Logs([end for end in ends if end.lines]))
+        self.view.on(Ended(outcome))
 
     def reports(self, rank: int = 0, *, at: float = 0.0, step: int | None = None, **metrics: float) -> None:
         self.view.on(Reports(rank, [{"time": at, "step": step, "metrics": metrics}]))
@@ -124,7 +130,7 @@ def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
 
 
 def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
-    cell.view.on(Logs([piece_of(0, "out", Piece(b"a\n")), piece_of(0, "err", Piece(b"b\n"))]))
+    cell.view.on(Logs([lines_of(0, "out", "a"), lines_of(0, "err", "b")]))
     assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
 
 
@@ -138,12 +144,6 @@ def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
     ]
 
 
-def test_the_rest_of_a_line_is_shown_at_the_end(cell: Cell) -> None:
-    cell.prints("no line end")
-    cell.view.on(Ended(FINISHED))
-    assert cell.screen() == ["[rank 0] no line end"]
-
-
 def test_why_ranks_wait_is_shown_once(cell: Cell) -> None:
     cell.view.on(Stuck(("Waiting for 10 s: rank 0 waits", "rank 1 runs"), (1,)))
     cell.view.on(Stuck())
@@ -152,20 +152,16 @@ def test_why_ranks_wait_is_shown_once(cell: Cell) -> None:
     assert cell.screen() == ["nblaunch: Waiting for 10 s: rank 0 waits", "nblaunch: rank 1 runs"]
 
 
-def test_another_attempt_begins_new_lines_and_new_logs(cell: Cell) -> None:
-    cell.prints("cut off")
+def test_another_attempt_has_logs_of_its_own(cell: Cell) -> None:
+    cell.prints("begun\n")
     cell.view.on(Note("restarting (1 of 3)"))
     cell.view.on(Started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"))))
-    cell.passes()
-    cell.view.on(Logs([piece_of(0, "out", Piece(b"", 5, 50, b"end\n"), "/again")]))
+    cell.view.on(Logs([LogLines(0, "out", "/again/rank0.out", ["x" * 100] * 2000)]))
     cell.view.on(Ended(FINISHED))
-    assert cell.screen() == [
-        "nblaunch: restarting (1 of 3)",
-        "[rank 0] cut off",
-        "[rank 0] … 5 lines (50 bytes) omitted; see /again/rank0.out …",
-        "[rank 0] end",
-        "nblaunch: train finished after 3.2 s",
-    ]
+    lines = cell.screen()
+    assert lines[:2] == ["[rank 0] begun", "nblaunch: restarting (1 of 3)"]
+    assert sum("omitted; see /again/rank0.out …" in line for line in lines) == 1
+    assert lines[-1] == "nblaunch: train finished after 3.2 s"
 
 
 # ------------------------------------------------------------------ floods
@@ -182,23 +178,9 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
     assert len(cell.text().encode()) < 49 << 10
 
 
-@pytest.mark.parametrize(
-    ("lines", "size", "amount"),
-    [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
-)
-def test_unread_output_is_counted(cell: Cell, lines: int, size: int, amount: str) -> None:
-    cell.view.on(Logs([piece_of(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
-    assert cell.screen("err") == [
-        "[rank 0] first",
-        "[rank 0] cut",
-        f"[rank 0] … {amount} omitted; see /logs/rank0.err …",
-        "[rank 0] last",
-    ]
-
-
 def test_a_flood_of_one_rank_does_not_hide_another(cell: Cell) -> None:
-    flood = piece_of(0, "out", Piece(b"noise\n" * 100_000))
-    cell.view.on(Logs([flood, piece_of(1, "out", Piece(b"signal\n")), flood, piece_of(1, "err", Piece(b"trouble\n"))]))
+    flood = lines_of(0, "out", *["noise"] * 100_000)
+    cell.view.on(Logs([flood, lines_of(1, "out", "signal"), flood, lines_of(1, "err", "trouble")]))
     assert "[rank 1] signal\n" in cell.text()
     assert cell.text("err") == "[rank 1] trouble\n"
     assert cell.text().count("omitted; see") == 1
@@ -260,7 +242,7 @@ def test_it_stays_below_jupyters_limits_and_loses_no_line(
         second = [text for at, _, text in cell.messages if begin <= at < begin + 1]
         assert len(second) <= 10
         assert sum(len(text.encode()) for text in second) < 256_000
-    cell.view.on(Ended(FINISHED))
+    cell.ends()
     for (rank, stream), count in printed.items():
         lines = [line for line in cell.screen(stream) if line.startswith(f"[rank {rank}] ")]
         left = [re.search(r"… ([\d,]+) line.* omitted; see /logs/rank", line) for line in lines]
@@ -360,7 +342,7 @@ def test_complete_progress_leaves_the_status(cell: Cell) -> None:
 
 
 def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
-    cell.view.on(Logs([piece_of(rank, "out", Piece(f"{rank}".encode() * 60)) for rank in range(8)]))
+    cell.view.on(Logs([lines_of(rank, "out", open=[f"{rank}" * 60]) for rank in range(8)]))
     (status,) = cell.screen()
     assert status.endswith("…  … and 5 more")
     assert re.findall(r"\[rank \d\]", status) == ["[rank 0]", "[rank 1]", "[rank 2]"]
@@ -393,7 +375,7 @@ def test_without_a_status_only_lines_are_written() -> None:
     cell.prints("done\n 10%|#")
     cell.view.on(Countdown("stopping"))
     cell.passes()
-    cell.view.on(Ended(FINISHED))
+    cell.ends()
     assert cell.text() == "[rank 0] done\n[rank 0]  10%|#\n"
 
 
@@ -437,14 +419,14 @@ def test_each_ranks_last_metrics_are_shown_at_the_end(cell: Cell) -> None:
 def test_a_launch_that_does_not_finish_says_so_in_one_line(cell: Cell, state: Literal["stopped", "failed"]) -> None:
     cell.prints("bar")
     cell.view.on(Countdown("stopping"))
-    cell.view.on(Ended(Outcome(state, 3.21, "ValueError: no")))
+    cell.ends(Outcome(state, 3.21, "ValueError: no"))
     assert cell.screen() == ["[rank 0] bar", f"nblaunch: train {state} after 3.2 s"]
 
 
 def test_the_null_view_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     view: View = NullView()
     view.on(Started(INFO))
-    view.on(Logs([piece_of(0, "out", Piece(b"a\n"))]))
+    view.on(Logs([lines_of(0, "out", "a")]))
     view.on(Reports(0, []))
     view.on(Note("note"))
     view.on(Countdown("stopping"))
@@ -496,7 +478,7 @@ def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.delenv("NBLAUNCH_VIEW", raising=False)
     for choice in ("auto", "text"):
         view = ScriptFrontend().view(choice)
-        view.on(Logs([piece_of(0, "out", Piece(b"line\npartial"))]))
+        view.on(Logs([lines_of(0, "out", "line", open=["partial"])]))
         assert capsys.readouterr().out == "[rank 0] line\n"
     assert isinstance(ScriptFrontend().view("none"), NullView)
 

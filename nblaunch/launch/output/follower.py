@@ -1,24 +1,127 @@
-"""Follows the output and reports of a group's ranks, for the view and the result."""
+"""Follows the output and reports of a group's ranks, for the view and the result.
+
+A printed line is read once and split once, in the supervisor's thread, and given to every view. Of a flood, what no
+view could show is not read.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
 from nblaunch.launch.output.reports import PrintedMetrics, ReportColumns
-from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
-from nblaunch.launch.views import Displays, LogPiece, Logs, Note, Output, Reports, Stream, View
+from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares, last_lines
+from nblaunch.launch.views import Displays, LogLines, Logs, Note, Output, Reports, Stream, View
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, Cleared, LeftOut, Shown, from_line, is_display
 from nblaunch.wire.tables import Dropped
 
-MAX_READ_BYTES = 1 << 16
-"""Of one log in one poll."""
+_log = logging.getLogger(__name__)
+
+_MAX_READ_BYTES = 256 << 10
+"""Of all logs together in one poll."""
+_MAX_BACKLOG_BYTES = 2 << 20
+"""Unread bytes of all logs together; more are skipped, up to the last ones."""
+_LINE_START_BYTES = 64 << 10
+"""Searched for the first line after skipped bytes."""
+_BARS = 8
+"""Rows of nested progress bars."""
+_MAX_RECORD_BYTES = 1 << 20
+_RECORDS_BLOCK_BYTES = 1 << 17
+"""Of a spool, parsed at a time: parsed records take ten times their bytes."""
 _MAX_LATE_LINES = 20
 """Of each rank, the last lines; the log has all."""
+
+
+class PrintedLog:
+    """What a rank prints to one stream, as lines.
+
+    Attributes:
+        log: The whole log, also after the rank's end.
+        at: How many bytes of it were read or skipped.
+    """
+
+    def __init__(self, rank: int, stream: Stream, log: Log) -> None:
+        self.rank, self.stream, self.log = rank, stream, log
+        self.at = self._size = 0
+        self._opened = log.open()
+        self._assembler = LineAssembler(_BARS)
+
+    def grow(self) -> int:
+        """Look at the size of the log. Return how many bytes are unread."""
+        self._size = self._opened.size()
+        if self._size < self.at:  # the user has truncated the file
+            self.at = 0
+        return self._size - self.at
+
+    def read(self, most: int, max_backlog: int) -> LogLines:
+        """Read at most `most` bytes; skip what is more than `max_backlog` bytes before the log's end."""
+        lines: list[str] = []
+        if (begin := self._size - max_backlog) > self.at:
+            begin += max(0, self._opened.read(begin - 1, begin + _LINE_START_BYTES).find(b"\n"))
+            lines = [*self._assembler.finish(), f"… {begin - self.at:,} bytes not shown …"]
+            self.at = begin
+        end = min(self._size, self.at + most)
+        data = self._opened.read(self.at, end)
+        self.at = end
+        return self._lines(lines + self._assembler.feed(data))
+
+    def finish(self) -> LogLines:
+        """End the unfinished lines: nothing follows them."""
+        return self._lines(self._assembler.finish())
+
+    def skip(self) -> None:
+        """Leave out what is unread."""
+        self.at = self._size
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _lines(self, lines: Sequence[str]) -> LogLines:
+        return LogLines(
+            self.rank, self.stream, self.log.name, lines, self._assembler.partials, self._assembler.retracted
+        )
+
+
+class Spool:
+    """What a rank reports and displays, as records."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._opened = log.open()
+        self._at = 0
+        self._rest = b""
+
+    def read(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the complete records since the last call, block by block to bound memory."""
+        size = self._opened.size()
+        begin, self._at = min(self._at, size), size
+        for at in range(begin, size, _RECORDS_BLOCK_BYTES):
+            data = self._rest + self._opened.read(at, min(at + _RECORDS_BLOCK_BYTES, size))
+            *lines, self._rest = data.split(b"\n")
+            if len(self._rest) > _MAX_RECORD_BYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            yield [record for line in lines if (record := self._record(line)) is not None]
+
+    def _record(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            return record
+        _log.warning("nblaunch: %s contains a malformed report: %.80r", self.log.name, line)
+        return None
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 class RankOutput:
@@ -28,27 +131,28 @@ class RankOutput:
         dropped: What the rank could not write, at the last poll.
     """
 
-    def __init__(self, worker: Worker, patterns: Sequence[re.Pattern[str]]) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.rank, self.worker = worker.rank, worker
-        self.tails: dict[Stream, Tail] = {"out": Tail(worker.log("out")), "err": Tail(worker.log("err"))}
+        self.printed = [
+            PrintedLog(worker.rank, "out", worker.log("out")),
+            PrintedLog(worker.rank, "err", worker.log("err")),
+        ]
         self.spool = Spool(worker.log("spool"))
-        self.printed = {stream: PrintedMetrics(patterns) for stream in self.tails if patterns}
         self.dropped = Dropped()
 
     @property
     def logs(self) -> dict[Stream, Log]:
         """What the rank has printed, also after its end."""
-        return {stream: tail.log for stream, tail in self.tails.items()}
+        return {printed.stream: printed.log for printed in self.printed}
 
     def close(self) -> None:
-        """Close the streams."""
         self.spool.close()
-        for tail in self.tails.values():
-            tail.close()
+        for printed in self.printed:
+            printed.close()
 
 
 class OutputFollower:
-    """See the module. Called from the supervisor's thread.
+    """See the module.
 
     Args:
         workers: The ranks.
@@ -68,32 +172,37 @@ class OutputFollower:
         *,
         notes_unmatched: bool = True,
     ) -> None:
-        self.ranks = [RankOutput(worker, patterns) for worker in workers]
+        self.ranks = [RankOutput(worker) for worker in workers]
         self.view = view
-        self._searches = bool(patterns)
         self.reports = ReportColumns()
+        self._printed = [printed for rank in self.ranks for printed in rank.printed]
+        self._metrics = PrintedMetrics(patterns) if patterns else None
         self._notes_unmatched = notes_unmatched
         self._has_noted_drops = False
         self._noted_limits: set[int] = set()
 
-    def poll(self) -> None:
-        """Show what the ranks have written since the last call."""
-        pieces = []
-        found: dict[int, list[dict[str, Any]]] = {rank.rank: [] for rank in self.ranks}
-        for rank in self.ranks:
-            for stream, tail in rank.tails.items():
-                piece = self._appended(tail)
-                if piece is not None:
-                    pieces.append(LogPiece(rank.rank, stream, piece, tail.log, tail.offset))
-                    if self._searches:
-                        found[rank.rank] += rank.printed[stream].search(piece)
-        if pieces:
-            self.view.on(Logs(pieces))
+    def poll(self, most: int = _MAX_READ_BYTES) -> None:
+        """Show what the ranks have written since the last call, at most so many bytes of their logs."""
+        unread = {printed: size for printed in self._printed if (size := printed.grow())}
+        if self.view.shows_notes or self._metrics is not None:
+            shares = fair_shares(list(unread.values()), most)
+            backlog = _MAX_BACKLOG_BYTES // max(1, len(unread))
+            self._show_lines([log.read(share, backlog) for log, share in zip(unread, shares, strict=True)])
+        else:
+            for printed in unread:
+                printed.skip()
         for rank in self.ranks:
             for records in rank.spool.read():
                 self._take(rank, records)
-            self._take(rank, found[rank.rank])
         self._poll_drops()
+
+    def _show_lines(self, logs: Sequence[LogLines]) -> None:
+        if not logs:
+            return
+        self.view.on(Logs(logs))
+        if self._metrics is not None:
+            for log in logs:
+                self._report(log.rank, self._metrics.search(log.lines, time.time()))
 
     def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
@@ -102,8 +211,11 @@ class OutputFollower:
         if displayed is not None:
             self._show(displayed)
             records = [record for record in records if not is_display(record)]
+        self._report(rank.rank, records)
+
+    def _report(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
         if records:
-            self.view.on(Reports(rank.rank, [self._kept(rank.rank, record) for record in records]))
+            self.view.on(Reports(rank, [self._kept(rank, record) for record in records]))
 
     def _kept(self, rank: int, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keep a report. Return it, a mark of the best step with its value."""
@@ -125,11 +237,6 @@ class OutputFollower:
                 )
             )
 
-    def _appended(self, tail: Tail) -> Piece | None:
-        if self.view.wants_text or self._searches:
-            return tail.read(MAX_READ_BYTES)
-        return Piece(b"") if tail.grown() else None
-
     def _poll_drops(self) -> None:
         """Note the first rank that cannot write; the others usually fail for the same reason."""
         for rank in self.ranks:
@@ -140,21 +247,16 @@ class OutputFollower:
 
     def finish(self) -> None:
         """Read the rest: every rank has exited. Note what was dropped."""
-        self.poll()
-        for rank in self.ranks:
-            for printed in rank.printed.values():
-                self._take(rank, printed.finish())
-        self._poll_drops()
-        searched = [printed for rank in self.ranks for printed in rank.printed.values()]
-        lines = sum(printed.lines for printed in searched)
-        if lines and self._notes_unmatched and not any(printed.matches for printed in searched):
-            self.view.on(Note(f"--metric (metric_patterns=) matched none of {lines} lines"))
+        self.poll(_MAX_BACKLOG_BYTES)
+        ends = [printed.finish() for printed in self._printed]
+        self._show_lines([end for end in ends if end.lines])
+        if self._metrics is not None and self._notes_unmatched and self._metrics.lines and not self._metrics.matches:
+            self.view.on(Note(f"--metric (metric_patterns=) matched none of {self._metrics.lines} lines"))
         for rank in self.ranks:
             if rank.dropped:
                 self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.what} ({rank.dropped.why})"))
 
     def close(self) -> None:
-        """Close the streams."""
         for rank in self.ranks:
             rank.close()
 
@@ -178,7 +280,7 @@ class LateOutput:
 
     def follow(self, output: OutputFollower) -> None:
         """Watch the logs of a task that has ended."""
-        self._logs = [(rank.rank, tail.log, tail.offset) for rank in output.ranks for tail in rank.tails.values()]
+        self._logs = [(log.rank, log.log, log.at) for rank in output.ranks for log in rank.printed]
 
     def show(self, view: View) -> None:
         """Show what the logs have gained; a view that shows nothing leaves it to the next task."""

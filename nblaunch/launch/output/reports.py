@@ -3,15 +3,13 @@ r"""The reports of a launch, and those found in printed lines by patterns such a
 from __future__ import annotations
 
 import re
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.output.tails import Piece
-from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
+from nblaunch.launch.output.terminal_lines import without_colours
 
 _NO_STEP = -(1 << 63)
 """Marks a step that is None or does not fit into 64 bits."""
@@ -220,7 +218,7 @@ def _bare(text: str) -> str:
 
 
 class PrintedMetrics:
-    r"""Searches the lines of one log: as a terminal shows them, without the middle of long ones.
+    r"""Searches printed lines: as a terminal shows them, without the middle of long ones.
 
     Runs in the supervisor's thread. Python's ``re`` holds the GIL and cannot be interrupted: a pattern that takes
     exponential time, such as ``(?P<x>\d+)+y``, blocks the kernel.
@@ -232,22 +230,10 @@ class PrintedMetrics:
 
     def __init__(self, patterns: Sequence[re.Pattern[str]]) -> None:
         self._patterns = patterns
-        self._assembler = LineAssembler()
         self.lines = self.matches = 0
 
-    def search(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return records in the format of `nblaunch.report`, of the lines that a piece of the log completes."""
-        lines = self._assembler.feed(piece.head)
-        if piece.skipped_bytes:
-            lines += [*self._assembler.finish(), *self._assembler.feed(piece.tail)]
-        return self._found(lines)
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Return the record of the unfinished line. Call it after the rank has exited."""
-        return self._found(self._assembler.finish())
-
-    def _found(self, lines: Sequence[str]) -> list[dict[str, Any]]:
-        now = time.time()
+    def search(self, lines: Sequence[str], now: float) -> list[dict[str, Any]]:
+        """Return records in the format of `nblaunch.report`, with `now` as their time."""
         found = [search(without_colours(line), self._patterns) for line in lines]
         records = [{"time": now, **record} for record in found if record is not None]
         self.lines += sum(map(bool, lines))

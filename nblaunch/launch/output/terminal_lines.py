@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
+from nblaunch.engines.protocol import Log
+
 _END_LENGTH = 2000
 """Characters kept at each end of a long line."""
 _MAX_LENGTH = 2 * _END_LENGTH
@@ -40,6 +42,7 @@ _ONLY_COLOURS = re.compile(rf"{_PLAIN}(?:\x1b\[[0-9;:]{{0,64}}m{_PLAIN})*")
 _INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}|[ -/]{0,8})")
 _STRING_END = re.compile(r"\x07|(?=\x1b)")
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CODE = re.compile(r"(?:^|;)([345]8;5;[0-9]*|[345]8;2;[0-9]*;[0-9]*;[0-9]*|[0-9:]*)")
 _SWITCHED_OFF_BY = {
     22: (1, 2), 23: (3,), 24: (4, 21), 25: (5, 6), 27: (7,), 28: (8,), 29: (9,),
@@ -81,11 +84,6 @@ class LineAssembler:
         self._pending = ""
         """An incomplete escape sequence."""
         self._in_string = False
-
-    @property
-    def partial(self) -> str:
-        """The unfinished line, as a terminal would show it."""
-        return self._rows[self._row].render()
 
     @property
     def partials(self) -> list[str]:
@@ -281,7 +279,6 @@ class Excerpt:
     Attributes:
         left_lines: The number of lines in the gap.
         left_bytes: The size of the gap.
-        uncounted: True if `left_lines` is incomplete.
     """
 
     def __init__(self, head_bytes: int, tail_bytes: int, tail_lines: int | None = None, prefix: str = "") -> None:
@@ -289,7 +286,6 @@ class Excerpt:
         self.tail: deque[str] = deque()
         self.left_lines = 0
         self.left_bytes = 0
-        self.uncounted = False
         self._head_size = self._tail_size = 0
         self._most = (head_bytes, tail_bytes, tail_lines)
         self._prefix = prefix
@@ -316,14 +312,6 @@ class Excerpt:
         self._tail_size += size
         while self._tail_size > tail_bytes or (tail_lines is not None and len(self.tail) > tail_lines):
             self._leave_out_of_tail()
-
-    def skip(self, lines: int, size: int) -> None:
-        """Extend the gap by the current last lines, then by these lines (-1: not counted) and bytes."""
-        while self.tail:
-            self._leave_out_of_tail()
-        self.left_bytes += size
-        self.left_lines += max(0, lines)
-        self.uncounted = self.uncounted or lines < 0
 
     def cut(self, max_bytes: int) -> None:
         """Extend the gap until at most `max_bytes` are kept, a quarter of them first lines."""
@@ -377,6 +365,18 @@ def shorten(line: str) -> str:
 def without_colours(text: str) -> str:
     """Return `text` without colour sequences."""
     return _SGR.sub("", text) if "\x1b" in text else text
+
+
+def last_lines(log: Log, count: int = 20, max_bytes: int = 16384, since: int = 0) -> str:
+    """Return the end of a log from the byte `since` on, as a terminal would show it; empty if there is no log."""
+    size = log.size()
+    start = max(since, size - max_bytes)
+    data = log.read(start, size)
+    if start > since:
+        data = data[data.find(b"\n", 0, -1) + 1 :]
+    assembler = LineAssembler()
+    lines = assembler.feed(data) + assembler.finish()
+    return "\n".join(_CONTROL.sub("", without_colours(line)) for line in lines[-count:])
 
 
 def _gap(count: int) -> str:

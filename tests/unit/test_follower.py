@@ -1,4 +1,4 @@
-"""Followers of growing logs: tails, spools, and the end of a log."""
+"""Followers of growing logs: printed lines, spools, and the end of a log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.engines.rank_files import GrowingFile, LogFile, OutputFile
-from nblaunch.launch.output import tails
-from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
+from nblaunch.launch.output import follower
+from nblaunch.launch.output.follower import PrintedLog, Spool
+from nblaunch.launch.output.terminal_lines import last_lines
+from nblaunch.launch.views import LogLines
+
+MANY = 1 << 30
 
 
 @pytest.fixture
@@ -25,10 +29,10 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tail(log: Path) -> Iterator[Tail]:
-    tail = Tail(LogFile(log))
-    yield tail
-    tail.close()
+def printed(log: Path) -> Iterator[PrintedLog]:
+    printed = PrintedLog(0, "out", LogFile(log))
+    yield printed
+    printed.close()
 
 
 def append(path: Path, data: bytes) -> None:
@@ -36,100 +40,90 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-# ------------------------------------------------------------------ tails
-def test_a_tail_waits_for_its_file(log: Path, tail: Tail) -> None:
-    assert tail.read(100) is None
-    append(log, b"")
-    assert tail.read(100) is None
+def look(printed: PrintedLog, most: int = MANY, backlog: int = MANY) -> LogLines:
+    printed.grow()
+    return printed.read(most, backlog)
+
+
+# ------------------------------------------------------------------ printed lines
+def test_a_log_is_read_once_it_is_there(log: Path, printed: PrintedLog) -> None:
+    assert printed.grow() == 0
     append(log, b"one\ntw")
-    assert tail.read(100) == Piece(b"one\ntw")
-    assert tail.read(100) is None
+    assert printed.grow() == 6
+    assert look(printed) == LogLines(0, "out", str(log), ["one"], ["tw"])
+    assert printed.grow() == 0
     append(log, b"o\n")
-    assert tail.read(100) == Piece(b"o\n")
+    assert look(printed).lines == ["two"]
+    append(log, b"three")
+    assert look(printed).open == ["three"]
+    assert printed.finish() == LogLines(0, "out", str(log), ["three"], [])
 
 
-def test_a_tail_holds_one_descriptor_that_no_child_gets(log: Path, tail: Tail) -> None:
+def test_a_log_holds_one_descriptor_that_no_child_gets(log: Path, printed: PrintedLog) -> None:
     append(log, b"x")
-    tail.read(100)
-    source = tail._opened
+    look(printed)
+    source = printed._opened
     assert isinstance(source, GrowingFile)
     first = source._fd
     append(log, b"y")
-    tail.read(100)
+    look(printed)
     assert first is not None
     assert source._fd == first
     assert not os.get_inheritable(first)
-    tail.close()
+    printed.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(first)
 
 
-def test_a_flood_is_cut_at_line_ends(log: Path, tail: Tail) -> None:
-    append(log, b"".join(b"line %04d\n" % number for number in range(1000)))
-    piece = tail.read(1000)
-    assert piece is not None
-    assert piece.head.startswith(b"line 0000\n")
-    assert piece.head.endswith(b"\n")
-    assert piece.tail.startswith(b"line ")
-    assert piece.tail.endswith(b"line 0999\n")
-    assert len(piece.head) + len(piece.tail) + piece.skipped_bytes == 10_000
-    assert piece.skipped_lines == piece.skipped_bytes // 10 == 900
-
-
-def test_a_flood_without_line_ends_is_cut_anywhere(log: Path, tail: Tail) -> None:
-    append(log, b"x" * 10_000)
-    assert tail.read(1000) == Piece(b"x" * 250, 0, 9000, b"x" * 750)
-
-
-def test_a_huge_flood_is_not_read_to_count_its_lines(log: Path, tail: Tail) -> None:
+def test_of_a_flood_the_last_lines_are_read(log: Path, printed: PrintedLog) -> None:
     append(log, b"begin\n")
+    look(printed)
+    append(log, b"cut")
+    look(printed)
+    append(log, b"\n" + b"".join(b"line %04d\n" % number for number in range(1000)))
+    skipped = look(printed, backlog=1003).lines
+    assert skipped == ["cut", "… 9,001 bytes not shown …", *(f"line {number:04}" for number in range(900, 1000))]
     os.truncate(log, 70 << 20)  # a hole: it takes no room
     append(log, b"\nend\n")
-    piece = tail.read(1000)
-    assert piece is not None
-    assert piece.skipped_lines == -1
-    assert piece.skipped_bytes > 69 << 20
+    assert look(printed, backlog=10).lines[0].startswith("… 73,")
 
 
-def test_a_file_that_shrinks_is_followed_from_its_new_end(log: Path, tail: Tail) -> None:
+def test_what_a_poll_does_not_read_stays_for_the_next(log: Path, printed: PrintedLog) -> None:
+    append(log, b"one\ntwo\n")
+    assert (look(printed, 5).lines, look(printed, 5).lines) == (["one"], ["two"])
+
+
+def test_nested_bars_take_lines_back(log: Path, printed: PrintedLog) -> None:
+    append(log, b"outer 0\ninner 0\n")
+    assert look(printed).lines == ["outer 0", "inner 0"]
+    append(log, b"\x1b[2A\router 1")
+    assert look(printed) == LogLines(0, "out", str(log), [], ["outer 1", "inner 0"], 2)
+
+
+def test_a_log_that_the_user_cuts_goes_on_from_its_beginning(log: Path, printed: PrintedLog) -> None:
     append(log, b"a long first part\n")
-    tail.read(100)
-    os.truncate(log, 3)
-    assert tail.read(100) is None
-    append(log, b"next\n")
-    assert tail.read(100) == Piece(b"next\n")
-
-
-def test_a_file_that_shrinks_while_it_is_read_gives_what_is_left(
-    log: Path, tail: Tail, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    append(log, b"0123456789")
-    monkeypatch.setattr(tail, "_appended", lambda: (0, 99))
-    tail._opened.size()  # opens it
-    assert tail.read(100) == Piece(b"0123456789")
+    look(printed)
+    log.write_bytes(b"new\n")
+    assert look(printed).lines == ["new"]
+    printed.grow()
+    log.unlink()
+    assert look(printed).lines == []
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.text("ab\n", max_size=80), max_size=6), st.integers(8, 64))
-def test_a_tail_gives_the_ends_and_counts_the_middle(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[str], limit: int
-) -> None:
-    log = tmp_path_factory.mktemp("tail") / "rank0.out"
-    tail = Tail(LogFile(log))
+@given(st.lists(st.text("ab\n", max_size=80), max_size=6), st.integers(1, 64))
+def test_every_line_is_read_exactly_once(tmp_path_factory: pytest.TempPathFactory, parts: list[str], most: int) -> None:
+    log = tmp_path_factory.mktemp("log") / "rank0.out"
+    printed = PrintedLog(0, "out", LogFile(log))
+    lines: list[str] = []
     for part in parts:
-        data = part.encode()
-        append(log, data)
-        piece = tail.read(limit)
-        if not data:
-            assert piece is None
-            continue
-        assert piece is not None
-        middle = data[len(piece.head) : len(data) - len(piece.tail)]
-        assert data == piece.head + middle + piece.tail
-        assert (piece.skipped_bytes, piece.skipped_lines) == (len(middle), middle.count(b"\n"))
-        assert len(piece.head) + len(piece.tail) <= limit
-        assert bool(middle) == (len(data) > limit)
-    tail.close()
+        append(log, part.encode())
+        lines += look(printed, most).lines
+    while printed.grow():
+        lines += printed.read(most, MANY).lines
+    lines += printed.finish().lines
+    assert lines == "".join(parts).splitlines()
+    printed.close()
 
 
 # ------------------------------------------------------------------ spools
@@ -150,7 +144,7 @@ def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "_RECORDS_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(follower, "_RECORDS_BLOCK_BYTES", 1000)
     path = tmp_path / "rank0.spool"
     append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
     spool = Spool(LogFile(path))
@@ -166,11 +160,10 @@ def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest
     spool = Spool(LogFile(path))
     with caplog.at_level(logging.WARNING):
         assert all_of(spool) == [{"step": 1}]
-    assert spool.malformed == 4
+    assert caplog.text.count("contains a malformed report") == 4
     assert "contains a malformed report: b'not json'" in caplog.text
     append(path, b"x" * ((1 << 20) + 1))
     assert all_of(spool) == []
-    assert spool.malformed == 5
     append(path, b'\n{"step": 2}\n')
     assert all_of(spool) == [{"step": 2}]
     spool.close()
