@@ -159,7 +159,7 @@ class Comparison:
         return cells
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record_html`."""
+        """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record`."""
         drawn = [chart for chart in self._charts if any(self._lines(chart))][:_MAX_CHARTS]
         style = (
             "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"

@@ -42,7 +42,6 @@ from nblaunch.launch.views import (
 )
 from nblaunch.machine import timeouts
 from nblaunch.notebook.cell_display import WIDGET, CellDisplay, UsageMeter, WaitingDisplay
-from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.log_feed import LogFeed
 from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.page_messages import (
@@ -59,9 +58,7 @@ from nblaunch.notebook.page_messages import (
     to_content,
 )
 from nblaunch.notebook.panel_state import PanelState
-from nblaunch.notebook.record import Record
-from nblaunch.notebook.record_html import as_html
-from nblaunch.notebook.record_text import as_text
+from nblaunch.notebook.record import Record, as_html, as_text, record_of
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES_PER_S = 200 << 10

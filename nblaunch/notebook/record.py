@@ -1,28 +1,80 @@
-"""The record of a launch: what a saved notebook keeps, and the wording and styles that its parts share."""
+"""The record of a launch: what a saved notebook keeps, as HTML that needs no kernel and no script, and as text.
+
+JupyterLab sanitizes the HTML of an untrusted notebook: it drops ``<style>``, ``<svg>``, ``aria-`` attributes, and
+styles with unknown values. This HTML survives it. Its colours are mid-tones and half-transparent, for light and dark
+pages. Where a page drops all styles, as GitHub does, the words suffice.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+import re
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
-from nblaunch.launch.output.terminal_lines import without_colours
-from nblaunch.launch.views import Failure, duration_text
-from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
-from nblaunch.notebook.charts import COLOURS, Point, Summary, clean, summarise
+from nblaunch.launch.output.metric_names import direction, kind, number_of
+from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, colour_codes, coloured_runs, without_colours
+from nblaunch.launch.views import Failure, LaunchInfo, duration_text
+from nblaunch.notebook.charts import (
+    COLOURS,
+    MAX_LINES,
+    MAX_POINTS,
+    MEAN_COLOUR,
+    Line,
+    Point,
+    Stroke,
+    Summary,
+    clean,
+    colour_of,
+    data_uri,
+    downsampled,
+    has_line,
+    line_chart,
+    line_of,
+    mean_of,
+    stroke_beside,
+    summarise,
+)
 from nblaunch.notebook.page_messages import OutputContent
+from nblaunch.notebook.panel_state import PanelState, Series
 
 FAILED_COLOUR = "#d64a3f"
 MONO = "font-family:monospace;font-size:12px;line-height:1.4"
 PRE = f"{MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
 DIM = "opacity:0.7"
-PICTURE = "display:block;max-width:100%;height:auto"
+BOX = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
+_POINTER = "cursor:pointer"
 _STATES = {
     "finished": ("✓", "#2e9457", "in"),
     "failed": ("✗", FAILED_COLOUR, "after"),
     "stopped": ("■", "#b07a1c", "after"),
     "running": ("…", COLOURS[0], "for"),
 }
+_MAX_INPUT_LENGTH = 4500
+"""Characters of any text that are read: a huge text costs little."""
+_MAX_OTHERS = 8
+
+# Of the HTML. With the markup, all parts stay below 150 KB.
+_MAX_CHARTS = 12
+_MAX_METRICS = 24
+_MAX_COLUMNS = 8
+_MAX_RANKS = 64
+_MAX_CHARTS_BYTES = 52 << 10
+_MAX_TAILS_BYTES = 22 << 10
+_MAX_BLOCK_BYTES = 8 << 10
+"""Of a traceback, and of one output that is text."""
+_MAX_LINE_LENGTH = 400
+"""Characters of one line of a log."""
+_MAX_TAIL_LINES = 20
+_MAX_FIRST_LINES, _MAX_LAST_LINES = 100, 300
+"""Lines of a traceback or output that are read."""
+
+# Of the text.
+_MAX_TEXT_BYTES = 8000
+_MAX_TEXT_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,34 +129,284 @@ class Record:
     launch_id: str = ""
     """The page's script shows the live panel in place of the record with this id."""
     outputs: Sequence[RankOutputs] = ()
-    """What ranks have displayed, by rank."""
 
-    def heading(self) -> tuple[str, str, list[str]]:
-        """Return the mark and colour of the state, and the facts that follow it."""
-        mark, colour, preposition = _STATES.get(self.state, ("", COLOURS[0], "after"))
-        when = f"{preposition} {duration_text(self.seconds)}"
-        return mark, colour, [when, self.ranks, one_line(self.device, 100)]
+    def heading(self) -> list[str]:
+        """Return the facts that follow the state."""
+        _, _, preposition = _STATES.get(self.state, ("", "", "after"))
+        facts = [f"{preposition} {duration_text(self.seconds)}", self.ranks, one_line(self.device, 100)]
+        return list(filter(None, facts))
 
     def summaries(self) -> list[list[Summary]]:
         """Return the metrics in numbers, those of each chart together."""
         return summarise(self.metrics, self.charts, self.best, self.numbered)
 
-    def tails_shown(self, most: int) -> list[RankTail]:
+    def shown_tails(self, most: int) -> list[RankTail]:
         """Return at most `most` tails by rank, that of the failed rank first."""
         failed = self.failure.rank if self.failure else -1
         return sorted(self.tails, key=lambda tail: (tail.rank != failed, tail.rank))[:most]
 
 
-def card(lines: Iterable[str], image: str, alt: str) -> str:
-    """Return a chart below the lines that describe it, as HTML.
+def record_of(
+    state: PanelState,
+    info: LaunchInfo | None,
+    seconds: float,
+    ended_at: float = 0.0,
+    tails: Sequence[RankTail] = (),
+    outputs: Sequence[RankOutputs] = (),
+) -> Record:
+    """Return the record of a launch from what its panel shows.
 
     Args:
-        lines: As HTML.
-        image: Its source.
-        alt: Its text, as HTML.
+        state: What the panel shows.
+        info: What is known of the launch; None before its first attempt.
+        seconds: How long it has run so far.
+        ended_at: Seconds since the epoch. Default: it still runs.
+        tails: The ends of the logs.
+        outputs: What ranks have displayed.
     """
+    return Record(
+        name=info.name if info else "the launch",
+        state=state.state.name if ended_at else "running",
+        seconds=state.state.seconds or seconds,
+        message=state.state.message,
+        ranks=info.ranks_in_words if info else "0 ranks",
+        device=info.device if info else "",
+        ended_at=ended_at,
+        metrics={name: _thinned(ranks, numbered=name in state.plan.numbered) for name, ranks in state.series.items()},
+        charts=[chart.names for chart in state.plan.charts],
+        numbered=state.plan.numbered,
+        best={name: (entry.x, math.nan if entry.y is None else entry.y) for name, (_, entry) in state.best.items()},
+        tails=tails,
+        notes=[note.text for note in state.notes],
+        failure=state.failure,
+        log_dir=str(info.log_dir) if info else "",
+        launch_id=info.launch_id if info else "",
+        outputs=outputs,
+    )
+
+
+def _thinned(ranks: Mapping[int, Series], *, numbered: bool) -> dict[int, list[Point]]:
+    """Return at most `MAX_POINTS` points of each rank. All ranks keep the same x, so that their mean is exact."""
+    all_points = {rank: series.points(numbered=numbered) for rank, series in ranks.items()}
+    if max(map(len, all_points.values())) <= MAX_POINTS:
+        return all_points
+    kept = {x for x, _ in downsampled(mean_of(all_points), MAX_POINTS - 1)}
+    thinned = {
+        rank: [point for point in points[:-1] if point[0] in kept] + points[-1:] for rank, points in all_points.items()
+    }
+    # Ranks that share no x have no mean.
+    return {
+        rank: points if 1 < len(points) <= MAX_POINTS else downsampled(all_points[rank])
+        for rank, points in thinned.items()
+    }
+
+
+# ------------------------------------------------------------------ words
+def plain(text: str, most: int = _MAX_INPUT_LENGTH) -> str:
+    """Return at most `most` characters of `text` without colours and control characters."""
+    text = clean(without_colours(text[:_MAX_INPUT_LENGTH])).strip()
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def one_line(text: str, most: int) -> str:
+    """Return at most `most` characters of `text` as one plain line."""
+    return plain(" ".join(plain(text).split()), most)
+
+
+def counted(number: int, name: str) -> str:
+    """Return, for example, "1 rank" or "2 ranks"."""
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
+def _text(text: str, most: int, *, in_attribute: bool = False) -> str:
+    """Return at most `most` characters of `text` as HTML without tags."""
+    return escape(plain(text, most), quote=in_attribute)
+
+
+def _terminal_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines as a terminal would show them, each with its own colours."""
+    for line in lines:
+        data = line[:_MAX_INPUT_LENGTH].replace("\n", " ").encode(errors="replace")
+        yield from LineAssembler().feed(data + b"\n")
+
+
+def _without_middle(lines: Sequence[str], first: int, last: int) -> Sequence[str]:
+    left_out = len(lines) - first - last
+    return lines if left_out <= 0 else [*lines[:first], f"… {left_out} lines omitted …", *lines[-last:]]
+
+
+# ------------------------------------------------------------------ HTML
+def as_html(record: Record) -> str:
+    """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
+    groups = record.summaries()
+    message = f'<div style="margin-top:6px;white-space:pre-wrap">{_text(record.message, 1000)}</div>'
+    notes = (re.sub("`([^`]+)`", r"<code>\1</code>", _text(note, 200)) for note in record.notes[-5:])
+    log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
+    parts = [
+        _header(record),
+        _failure(record.failure) if record.failure else message if record.message.strip() else "",
+        *(f'<div style="margin-top:6px">{note}</div>' for note in notes),
+        _outputs(record.outputs),
+        _metrics(record, groups),
+        _table([summary for group in groups for summary in group]),
+        _tails(record),
+        f'<div style="margin-top:8px;font-size:12px;{DIM}">logs: <code>{log_dir}</code></div>' if log_dir else "",
+    ]
+    # The classes keep MathJax from reading dollar signs in a message as mathematics.
+    marker = f"nblaunch-{escape(record.launch_id)}{'' if record.ended_at else ' nblaunch-running'}"
+    return f'<div class="{marker} tex2jax_ignore mathjax_ignore" style="{BOX}">{"".join(parts)}</div>'
+
+
+def _header(record: Record) -> str:
+    mark, colour, _ = _STATES.get(record.state, ("", COLOURS[0], ""))
+    try:
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
+    except (OverflowError, ValueError, OSError):  # not a time
+        at = ""
+    facts = [*record.heading(), *([at if record.ended_at else f"as of {at}"] if at else [])]
+    return (
+        f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="color:{colour}">{mark} '
+        f'{_text(record.state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, facts))}</span></div>'
+    )
+
+
+def _failure(failure: Failure) -> str:
+    parts = [f'<b style="color:{FAILED_COLOUR}">{_text(failure.headline, 300)}</b>']
+    if failure.details.strip():
+        parts.append(f'<pre style="{PRE}">{_text(failure.details, 2000)}</pre>')
+    if failure.where:
+        parts.append(f'<div style="margin-top:6px">{_text(failure.where, 200)}</div>')
+    if failure.source:
+        parts.append(f'<pre style="{PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
+    if failure.traceback.strip():
+        who = f"rank {failure.rank}" if failure.rank >= 0 else "the launch"
+        lines = _block(failure.traceback.rstrip().splitlines(), _MAX_BLOCK_BYTES)
+        parts.append(_folded(f"traceback of {who}", f'<pre style="{PRE}">{lines}</pre>', is_open=True))
+    if failure.others:
+        others = f'<pre style="{PRE}">{_block(failure.others[:_MAX_OTHERS], 2000)}</pre>'
+        parts.append(_folded(f"then, on {counted(len(failure.others), 'other rank')}", others))
+    style = f"border-left:4px solid {FAILED_COLOUR};background:rgba(214,74,63,0.09);padding:8px 12px;margin-top:8px"
+    return f'<div style="{style}">{"".join(parts)}</div>'
+
+
+def _folded(title: str, content: str, *, is_open: bool = False) -> str:
+    summary = f'<summary style="{_POINTER}">{title}</summary>'
+    return f'<details{" open" * is_open} style="margin-top:6px;overflow-x:auto">{summary}{content}</details>'
+
+
+def _outputs(ranks: Sequence[RankOutputs]) -> str:
+    """Return the outputs of each rank, those of rank 0 open. HTML of ranks has been through `safe_html`."""
+    parts = []
+    for outputs in ranks:
+        shown = "".join(f'<div style="margin:6px 0;overflow-x:auto">{_output(each)}</div>' for each in outputs.contents)
+        if outputs.left_out:
+            shown += f'<div style="{DIM}">{_left_out(outputs.left_out)}</div>'
+        count = counted(len(outputs.contents) + outputs.left_out, "output")
+        title = f'<b>rank {outputs.rank}</b> <span style="{DIM}">{count}</span>'
+        parts.append(_folded(title, shown, is_open=outputs.rank == 0 or len(ranks) == 1))
+    return "".join(parts)
+
+
+def _left_out(count: int) -> str:
+    return f"{counted(count, 'output')} left out"
+
+
+def _output(content: OutputContent) -> str:
+    if content.kind == "html":
+        return content.body
+    if content.kind == "image":
+        given = (("width", content.width), ("height", content.height))
+        sides = "".join(f' {name}="{size}"' for name, size in given if size)
+        style = "max-width:100%" if content.height else "max-width:100%;height:auto"
+        return f'<img src="{escape(content.body)}" alt="{escape(content.text[:200])}"{sides} style="{style}">'
+    return f'<pre style="{PRE}">{_block(content.body.splitlines(), _MAX_BLOCK_BYTES)}</pre>'
+
+
+def _tails(record: Record) -> str:
+    shown = record.shown_tails(_MAX_RANKS)
+    if not shown:
+        return ""
+    is_few = len(shown) <= MAX_LINES
+    has_failed = [record.failure is not None and record.failure.rank == tail.rank for tail in shown]
+    parts = [
+        _tail(tail, len(shown), is_open=failed or len(shown) == 1, preview=is_few)
+        for tail, failed in zip(shown, has_failed, strict=True)
+    ]
+    if len(record.tails) > len(shown):
+        parts.append(f"<div>and {len(record.tails) - len(shown)} more ranks</div>")
+    if not is_few:
+        first = sum(has_failed)
+        title = f"the last lines of {counted(len(shown) - first, 'rank')}"
+        parts[first:] = [_folded(title, "".join(parts[first:]))]
+    return f'<div style="margin-top:10px">{"".join(parts)}</div>'
+
+
+def _tail(tail: RankTail, ranks: int, *, is_open: bool, preview: bool) -> str:
+    size = _MAX_TAILS_BYTES // ranks
+    excerpt = Excerpt(0, size)
+    for line in _terminal_lines(tail.lines[-max(5, min(_MAX_TAIL_LINES, 160 // ranks)) :]):
+        excerpt.add(_coloured(line, min(_MAX_LINE_LENGTH, size // 6 - 1)))
+    lines = excerpt.text("")
+    before = ""
+    if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
+        file = re.split(r"[\\/]", tail.path)[-1]
+        where = f" in {_text(file, 60)}" if file and preview else ""
+        before = f'<span style="{DIM}">… more before{where}</span>\n'
+    if not (before or lines):
+        return f'<div><b>rank {tail.rank}</b> <span style="{DIM}">printed nothing</span></div>'
+    last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
+    preview_text = f' <span style="{MONO};{DIM}">{_text(last, 80)}</span>' if last else ""
+    title = f"<b>rank {tail.rank}</b>{preview_text}"
+    return _folded(title, f'<pre style="{PRE}">{before}{lines}</pre>', is_open=is_open)
+
+
+# ------------------------------------------------------------------ metrics
+def _metrics(record: Record, groups: Sequence[Sequence[Summary]]) -> str:
+    """Return a card for each chart: the numbers of its metrics, and a chart if there is a line to draw."""
+    shown = groups[:_MAX_METRICS]
+    drawn = [group for group in shown if has_line(record.metrics, group)][:_MAX_CHARTS]
+    images: list[str] = []
+    for most_points in (300, 150, 75, 40, 20, 8):
+        images = [_image(record, group, most_points) for group in drawn]
+        if sum(map(len, images)) <= _MAX_CHARTS_BYTES:
+            break
+    cards = [_card(group, image) for group, image in zip(drawn, images, strict=True)]
+    rest = [f"<div>{_numbers(summary)}</div>" for group in shown if group not in drawn for summary in group]
+    more = len(groups) - len(shown)
+    note = [f"<div>and {counted(more, 'more metric')}</div>"] if more else []
+    return "".join([in_rows(cards), *rest, *note])
+
+
+def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
+    first, *others = group
+    chart = line_chart(
+        record.metrics[first.name],
+        first.mean,
+        plain(" and ".join(summary.name for summary in group), 60),
+        lines=[Line(line_of(record.metrics, other), stroke_beside(other.name), other.ring) for other in others],
+        marked=first.ring,
+        kind=kind(first.name),
+        way=direction(first.name),
+        most_points=most_points,
+    )
+    return data_uri(chart)
+
+
+def _card(group: Sequence[Summary], image: str) -> str:
+    said = (", ".join(filter(None, (f"latest {s.latest_text}", s.best_text, _mean_of(s)))) for s in group)
+    names = (_text(summary.name, 60, in_attribute=True) for summary in group)
+    alt = f"chart of {'; '.join(f'{name}: {text}' for name, text in zip(names, said, strict=True))}"
+    legend = _legend(group[0])
+    values = [_numbers(group[0], has_legend=bool(legend))]
+    values += [_numbers(other, stroke_beside(other.name)) for other in group[1:]]
+    return card([*values, *([legend] if legend else [])], image, alt)
+
+
+def card(lines: Iterable[str], image: str, alt: str) -> str:
+    """Return a chart below the lines that describe it: all of them HTML."""
     style = "display:inline-block;vertical-align:bottom;width:340px;max-width:100%;margin:10px 16px 0 0"
-    picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{PICTURE}">'
+    size = 'width="340" height="150" style="display:block;max-width:100%;height:auto"'
+    picture = f'<img src="{image}" alt="{alt}" {size}>'
     return f'<div style="{style}">{"".join(f"<div>{line}</div>" for line in lines)}{picture}</div>'
 
 
@@ -115,27 +417,187 @@ def in_rows(cards: Sequence[str]) -> str:
     return "".join(f"<div>{''.join(cards[begin:end])}</div>" for begin, end in itertools.pairwise(ends))
 
 
-def plain(text: str) -> str:
-    """Return the beginning of `text` without colours and control characters."""
-    return clean(without_colours(text[:MAX_INPUT_LENGTH])).strip()
+def _numbers(summary: Summary, stroke: Stroke | None = None, *, has_legend: bool = False) -> str:
+    """Return the values of a metric, with its stroke if it is beside another one. A legend names the mean."""
+    mean = _mean_of(summary) if summary.differs and not has_legend else ""
+    facts = ", ".join(filter(None, (summary.best_text, mean, "by report" * summary.is_numbered)))
+    more = f' <span style="{DIM}">{facts}</span>' if facts else ""
+    alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
+    latest = f'<span style="font-size:{13 if stroke else 16}px{alarm}">{summary.latest_text}</span>'
+    line = f"{stroke.sample} " if stroke else ""
+    return f"{line}<b>{_text(summary.name, 60)}</b> {latest}{more}"
 
 
-def within(text: str, size: int) -> str:
-    """Return at most `size` bytes of `text`."""
-    data = text.encode()
-    return text if len(data) <= size else data[: max(0, size - 3)].decode(errors="ignore") + "…"
+def _mean_of(summary: Summary) -> str:
+    return f"mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
 
 
-def one_line(text: str, size: int) -> str:
-    """Return at most `size` bytes of `text` as one plain line."""
-    return within(" ".join(plain(text).split()), size)
+def _legend(summary: Summary) -> str:
+    """Return which line of a chart is which rank's; empty for a rank alone."""
+    ranks = list(summary.by_rank)
+    if len(ranks) < 2:
+        return ""
+    mean = f'<span style="color:{MEAN_COLOUR}">━ mean</span>'
+    if len(ranks) > MAX_LINES:
+        rest = f'<span style="color:{colour_of(0)}">▒ lowest to highest of {len(ranks)} ranks</span>'
+    elif len(ranks) > len(COLOURS):
+        rest = f'<span style="{DIM}">─ {len(ranks)} ranks</span>'
+    else:
+        names = [f"rank {ranks[0]}", *map(str, ranks[1:])]
+        rest = " ".join(
+            f'<span style="white-space:nowrap;color:{colour_of(rank)}">─ {name}</span>'
+            for rank, name in zip(ranks, names, strict=True)
+        )
+    return f'<span style="font-size:12px">{mean} {rest}</span>'
 
 
-def counted(number: int, name: str) -> str:
-    """Return, for example, "1 rank" or "2 ranks"."""
-    return f"{number} {name}{'s' * (number != 1)}"
+def _table(summaries: Sequence[Summary]) -> str:
+    """Return the latest values of each rank, for metrics that differ between ranks."""
+    columns = [summary for summary in summaries if summary.differs][:_MAX_COLUMNS]
+    ranks = sorted({rank for summary in columns for rank in summary.by_rank})[:_MAX_RANKS]
+    if not columns:
+        return ""
+
+    def row(cell: str, name: str, values: Iterable[str]) -> str:
+        return f"<tr><th>{name}</th>{''.join(f'<{cell}>{value}</{cell}>' for value in values)}</tr>"
+
+    rows = [row("td", "mean", (summary.latest_text for summary in columns))]
+    for rank in ranks:
+        values = (number_of(each.name, each.by_rank[rank]) if rank in each.by_rank else "" for each in columns)
+        rows.append(row("td", f"rank {rank}", values))
+    head = row("th", "latest", (_text(summary.name, 60) for summary in columns))
+    table = (
+        '<table cellpadding="4" style="margin:4px 0 0 0;border-collapse:collapse;text-align:right">'
+        f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+    return _folded(f"latest values of {counted(len(ranks), 'rank')}", table)
 
 
-def rank_name(rank: int) -> str:
-    """Return "rank 3", or "the launch" for -1."""
-    return f"rank {rank}" if rank >= 0 else "the launch"
+# ------------------------------------------------------------------ colours of a terminal
+_PALETTE = (
+    (110, 110, 110), (201, 68, 58), (46, 138, 79), (156, 118, 16), (63, 120, 214), (168, 84, 184), (24, 136, 150),
+    (128, 128, 128),
+)  # fmt: skip
+"""Black to white as mid-tones, legible on white and on black."""
+_FONTS = {1: "font-weight:bold", 2: DIM, 3: "font-style:italic", 4: "text-decoration:underline"}
+
+
+def _block(lines: Sequence[str], size: int) -> str:
+    """Return lines as at most `size` bytes of HTML; omit lines in the middle."""
+    excerpt = Excerpt(size // 4, size * 3 // 4)
+    for line in _terminal_lines(_without_middle(lines, _MAX_FIRST_LINES, _MAX_LAST_LINES)):
+        excerpt.add(_coloured(line, 300))
+    return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
+
+
+def _coloured(line: str, characters: int) -> str:
+    """Return a line as HTML of at most six bytes a character; drop its colours if they take more."""
+    parts, left = [], characters
+    for parameters, text in coloured_runs(line):
+        shown = escape(clean(text if len(text) <= left else text[:left] + "…"), quote=False)
+        style = _css(parameters or "")
+        parts.append(f'<span style="{style}">{shown}</span>' if style else shown)
+        left -= len(text)
+        if left < 0:
+            break
+    html = "".join(parts)
+    return html if len(html.encode()) <= 6 * characters else _text(without_colours(line), characters)
+
+
+def _css(parameters: str) -> str:
+    """Return the CSS of SGR parameters (ECMA-48, 8.3.117, and xterm's colours)."""
+    fonts, colours = [], dict[str, tuple[int, int, int]]()
+    for code in colour_codes(parameters):
+        number, *more = code
+        where = "color" if number < 40 or 90 <= number <= 97 else "background"
+        if number in _FONTS:
+            fonts.append(_FONTS[number])
+        elif number in (38, 48):
+            if colour := _extended(more):
+                colours[where] = _mid_tone(colour)
+        elif 30 <= number <= 47 or 90 <= number <= 107:
+            colours[where] = _PALETTE[number % 10 % 8]
+    styles = [f"{name}:#{red:02x}{green:02x}{blue:02x}" for name, (red, green, blue) in colours.items()]
+    if "background" in colours:
+        styles = ["color:#fff", *(style for style in styles if not style.startswith("color:"))]
+    return ";".join([*fonts, *styles])
+
+
+def _extended(code: Sequence[int]) -> tuple[int, int, int] | None:
+    """Return the colour of what follows 38 or 48; None if it is none."""
+    match code:
+        case [2, red, green, blue, *_]:
+            return min(255, red), min(255, green), min(255, blue)
+        case [5, index, *_] if index < 16:
+            return _PALETTE[index % 8]
+        case [5, index, *_] if index >= 232:
+            return (min(255, 8 + 10 * (index - 232)),) * 3
+        case [5, index, *_]:
+            parts = (index - 16) // 36, (index - 16) // 6 % 6, (index - 16) % 6
+            red, green, blue = (55 + 40 * part if part else 0 for part in parts)
+            return red, green, blue
+    return None
+
+
+def _mid_tone(colour: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the colour, darker or lighter as legibility on white and black needs: WCAG contrast 3 to both."""
+    parts = [(part / 255) ** 2.2 for part in colour]
+    light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+    if light > 0.3:
+        parts = [part * 0.3 / light for part in parts]
+    elif light < 0.12:
+        parts = [part + (1 - part) * (0.12 - light) / (1 - light) for part in parts]
+    red, green, blue = (round(255 * part ** (1 / 2.2)) for part in parts)
+    return red, green, blue
+
+
+# ------------------------------------------------------------------ text
+def as_text(record: Record) -> str:
+    """Return the record as at most 8 KB of text, for terminals and pages without HTML."""
+    summaries = [summary for group in record.summaries() for summary in group]
+    name, state = one_line(record.name, 200), one_line(record.state, 40)
+    lines = [f"{name}: {state} {' · '.join(record.heading())}"]
+    lines += _failure_text(record.failure) if record.failure else plain(record.message, 500).splitlines()
+    lines += [one_line(note, 300) for note in record.notes[-3:]]
+    for outputs in record.outputs[:_MAX_TEXT_RANKS]:
+        texts = (content.body if content.kind == "text" else content.text for content in outputs.contents)
+        shown = [line for text in texts for line in _without_middle(text[:2000].splitlines(), 5, 10)]
+        shown += [_left_out(outputs.left_out)] if outputs.left_out else []
+        shown = [clean(without_colours(line[:200])) for line in _without_middle(shown, 5, 15)]
+        lines += [f"[rank {outputs.rank}] {line}" for line in shown]
+    lines += [_metric_text(summary) for summary in summaries[:_MAX_METRICS]]
+    if len(summaries) > _MAX_METRICS:
+        lines.append(f"and {len(summaries) - _MAX_METRICS} more metrics")
+    tails = record.shown_tails(_MAX_TEXT_RANKS)
+    most, width = (5, 500) if len(tails) <= 4 else (2, 100)
+    for tail in tails:
+        for line in _terminal_lines([line for line in tail.lines if line.strip()][-most:]):
+            lines.append(f"[rank {tail.rank}] {clean(without_colours(line))[:width]}")
+    lines += [f"logs: {one_line(record.log_dir, 300)}"] if record.log_dir else []
+    excerpt = Excerpt(_MAX_TEXT_BYTES // 2, _MAX_TEXT_BYTES // 2)
+    for line in lines:
+        excerpt.add(line)
+    return excerpt.text("…").rstrip()
+
+
+def _failure_text(failure: Failure) -> list[str]:
+    lines = [one_line(failure.headline, 600), *plain(failure.details, 900).splitlines()]
+    if failure.where or failure.source:
+        lines.append("  " + one_line(": ".join(filter(None, (failure.where, failure.source))), 250))
+    if failure.traceback.strip():
+        traceback = _without_middle(failure.traceback.rstrip().splitlines(), 6, 16)
+        lines += ["", *(f"  {clean(without_colours(line[:200]))}" for line in traceback)]
+    if failure.others:
+        lines += ["then, on other ranks:", *(f"  {one_line(other, 100)}" for other in failure.others[:_MAX_OTHERS])]
+    return [*lines, ""]
+
+
+def _metric_text(summary: Summary) -> str:
+    best = f" ({summary.best_text})" if summary.best_text else ""
+    ranks = ""
+    if summary.differs:
+        shown = itertools.islice(summary.by_rank.items(), _MAX_OTHERS)
+        values = ", ".join(f"{rank}: {number_of(summary.name, value)}" for rank, value in shown)
+        more = ", …" * (len(summary.by_rank) > _MAX_OTHERS)
+        ranks = f", mean of {len(summary.by_rank)} ranks; rank {values}{more}"
+    return f"{one_line(summary.name, 80)} {summary.latest_text}{best}{ranks}"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nblaunch.launch.views import LaunchInfo
 from nblaunch.notebook.charts import Point, downsampled
-from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.panel_state import PanelState
+from nblaunch.notebook.record import record_of
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 NAN = math.nan

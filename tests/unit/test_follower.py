@@ -75,17 +75,22 @@ def test_a_log_holds_one_descriptor_that_no_child_gets(log: Path, printed: Print
         os.fstat(first)
 
 
-def test_of_a_flood_the_last_lines_are_read(log: Path, printed: PrintedLog) -> None:
+def test_of_a_flood_the_first_and_the_last_lines_are_read(log: Path, printed: PrintedLog) -> None:
     append(log, b"begin\n")
     look(printed)
     append(log, b"cut")
     look(printed)
     append(log, b"\n" + b"".join(b"line %04d\n" % number for number in range(1000)))
-    skipped = look(printed, backlog=1003).lines
-    assert skipped == ["cut", "… 9,001 bytes not shown …", *(f"line {number:04}" for number in range(900, 1000))]
+    lines = look(printed, backlog=1003).lines
+    assert lines[:3] == ["cut", "line 0000", "line 0001"]
+    gap = lines.index("… 9,120 bytes not shown …")
+    assert lines[gap:] == [lines[gap], *(f"line {number:04}" for number in range(925, 1000))]
     os.truncate(log, 70 << 20)  # a hole: it takes no room
     append(log, b"\nend\n")
-    assert look(printed, backlog=10).lines[0].startswith("… 73,")
+    assert look(printed, backlog=80).lines[1].startswith("… 73,")
+    append(log, b"begin " + b"x" * 100_000 + b" end")
+    (shown,) = [*look(printed, backlog=1000).lines[:1]]
+    assert shown.startswith("begin xx")
 
 
 def test_what_a_poll_does_not_read_stays_for_the_next(log: Path, printed: PrintedLog) -> None:

@@ -15,8 +15,8 @@ from nblaunch.launch.output.reports import ReportColumns
 from nblaunch.launch.result import Metrics
 from nblaunch.launch.views import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.panel_state import PanelState, Series
+from nblaunch.notebook.record import record_of
 
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
 FAILURE = Failure(

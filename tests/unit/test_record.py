@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from nblaunch.launch.views import Failure, LaunchInfo
 from nblaunch.notebook.charts import PART_STROKES
-from nblaunch.notebook.record import RankTail, Record
-from nblaunch.notebook.record_html import as_html
-from nblaunch.notebook.record_text import as_text
+from nblaunch.notebook.record import RankTail, Record, as_html, as_text
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 LOGS = "/logs/20261121-train"

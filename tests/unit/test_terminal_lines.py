@@ -140,11 +140,8 @@ def test_a_long_line_keeps_its_ends() -> None:
 
 def test_a_long_line_is_overwritten_in_place() -> None:
     line = b"a" * 2000 + b"-" * 96_000 + b"z" * 2000
-    over = line + b"\r" + b"B" * 2100
-    assert lines_of(over) == ["B" * 2000 + "… [96,000 characters left out] …" + "z" * 2000]
-    assert lines_of(line + b"\r" + b"B" * 98_001) == [
-        "B" * 2000 + "… [96,000 characters left out] …" + "B" + "z" * 1999
-    ]
+    over = line + b"\r" + b"B" * 1500
+    assert lines_of(over) == ["B" * 1500 + "a" * 500 + "… [96,000 characters left out] …" + "z" * 2000]
     assert lines_of(line + b"\rB\x1b[K") == ["B"]
 
 

@@ -61,11 +61,15 @@ class PrintedLog:
         return self._size - self.at
 
     def read(self, most: int, max_backlog: int) -> LogLines:
-        """Read at most `most` bytes; skip what is more than `max_backlog` bytes before the log's end."""
+        """Read at most `most` bytes. Of more than `max_backlog`, skip those between a first part and the last ones."""
         lines: list[str] = []
-        if (begin := self._size - max_backlog) > self.at:
+        if self._size - self.at > max_backlog:
+            head = self._opened.read(self.at, self.at + max_backlog // 8)
+            head = head[: head.rfind(b"\n") + 1] or head
+            begin = self._size - max_backlog * 3 // 4
             begin += max(0, self._opened.read(begin - 1, begin + _LINE_START_BYTES).find(b"\n"))
-            lines = [*self._assembler.finish(), f"… {begin - self.at:,} bytes not shown …"]
+            lines = [*self._assembler.feed(head), *self._assembler.finish()]
+            lines.append(f"… {begin - self.at - len(head):,} bytes not shown …")
             self.at = begin
         end = min(self._size, self.at + most)
         data = self._opened.read(self.at, end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -122,12 +122,12 @@ class LineAssembler:
         return self._end_row()
 
     def _coloured(self, text: str) -> str:
-        first, *rest = _SGR.split(text)
-        runs = [(self._colour, first)]
-        for parameters, shown in zip(rest[::2], rest[1::2], strict=True):
-            self._colour = _colour_after(self._colour, parameters)
-            runs.append((self._colour, shown))
-        return _join([(f"\x1b[{colour}m" if colour else "", shown) for colour, shown in runs if shown])
+        runs = []
+        for parameters, shown in coloured_runs(text):
+            if parameters is not None:
+                self._colour = _colour_after(self._colour, parameters)
+            runs.append((f"\x1b[{self._colour}m" if self._colour else "", shown))
+        return _join([(colour, shown) for colour, shown in runs if shown])
 
     def _end_row(self) -> None:
         if self._row < len(self._rows) - 1:
@@ -164,10 +164,8 @@ class LineAssembler:
             self._lines.pop()
         else:
             self.retracted += 1
-        first, *rest = _SGR.split(line)
-        row.write(first, "")
-        for parameters, shown in zip(rest[::2], rest[1::2], strict=True):
-            row.write(shown, "" if parameters == "0" else f"\x1b[{parameters}m")
+        for parameters, shown in coloured_runs(line):
+            row.write(shown, "" if parameters in (None, "0") else f"\x1b[{parameters}m")
         self._rows.insert(0, row)
         self._row += 1
 
@@ -208,8 +206,7 @@ class LineAssembler:
 class _Row:
     """A row that may change: a cell per character, prefixed with its colour.
 
-    The middle of a long line is dropped: ``cells`` has columns 0 to ``_END_LENGTH``, then columns from
-    ``_END_LENGTH + left_out``.
+    The middle of a long line is dropped: `left_out` cells after the first `_END_LENGTH`. The cursor counts kept cells.
     """
 
     __slots__ = ("cells", "cursor", "left_out")
@@ -223,25 +220,15 @@ class _Row:
         """Overwrite the line with `text` at the cursor."""
         for at in range(0, len(text), _MAX_LENGTH):
             chunk = text[at : at + _MAX_LENGTH]
-            self._put([colour + character for character in chunk] if colour else chunk)
-
-    def _put(self, cells: str | list[str]) -> None:
-        start, after_gap = self.cursor, _END_LENGTH + self.left_out
-        self.cursor += len(cells)
-        if not self.left_out and start > len(self.cells):  # the cursor has moved from another row
-            self.cells += [" "] * (start - len(self.cells))
-        if self.left_out and start < after_gap:
-            before = cells[: max(0, _END_LENGTH - start)]
-            self.cells[start : start + len(before)] = before
-            cells = cells[after_gap - start :]
-            start = after_gap
-        if cells:
-            start -= self.left_out
-            self.cells[start : start + len(cells)] = cells
-        if len(self.cells) > 2 * _MAX_LENGTH:  # twice the limit, so that cutting is amortized
+            self.cells += [" "] * (self.cursor - len(self.cells))  # the cursor has moved from another row
+            end = self.cursor + len(chunk)
+            self.cells[self.cursor : end] = [colour + character for character in chunk] if colour else chunk
+            self.cursor = end
             excess = len(self.cells) - _MAX_LENGTH
-            del self.cells[_END_LENGTH : _END_LENGTH + excess]
-            self.left_out += excess
+            if excess > _MAX_LENGTH:  # twice the limit, so that cutting is amortized
+                del self.cells[_END_LENGTH : _END_LENGTH + excess]
+                self.left_out += excess
+                self.cursor = max(min(self.cursor, _END_LENGTH), self.cursor - excess)
 
     def erase(self, everything: bool) -> None:
         """Erase from the cursor to the end, or everything.
@@ -250,14 +237,9 @@ class _Row:
         """
         if everything:
             self.cursor = 0
-        if self.cursor < _END_LENGTH:
-            del self.cells[self.cursor :]
+        del self.cells[self.cursor :]
+        if self.cursor <= _END_LENGTH:
             self.left_out = 0
-        elif self.cursor < _END_LENGTH + self.left_out:
-            del self.cells[_END_LENGTH:]
-            self.left_out = self.cursor - _END_LENGTH
-        else:
-            del self.cells[self.cursor - self.left_out :]
 
     def render(self) -> str:
         if len(self.cells) <= _MAX_LENGTH and not self.left_out:
@@ -394,21 +376,33 @@ def _join(runs: list[tuple[str, str]]) -> str:
     return "".join(f"{colour}{text}\x1b[0m" if colour else text for colour, text in stretches)
 
 
+def coloured_runs(line: str) -> Iterator[tuple[str | None, str]]:
+    """Yield the parameters of each colour sequence of a line, None before the first, and the text that follows it."""
+    first, *rest = _SGR.split(line)
+    yield None, first
+    yield from zip(rest[::2], rest[1::2], strict=True)
+
+
+def colour_codes(parameters: str) -> Iterator[list[int]]:
+    """Yield the codes of a colour sequence (ECMA-48 8.3.117), those of xterm's colours whole: ``[38, 5, 196]``."""
+    for code in _CODE.findall(parameters):
+        yield [int(part or 0) for part in re.split("[;:]", code)]
+
+
 @lru_cache(maxsize=1024)
 def _colour_after(colour: str, parameters: str) -> str:
-    """Return the SGR parameters in effect after `colour`, then `parameters`: ECMA-48 8.3.117 and xterm's colours."""
-    active: dict[int, str] = {}
-    for code in _CODE.findall(f"{colour};{parameters}" if colour else parameters):
-        number = int(re.split("[;:]", code)[0] or 0)
-        if number == 0:
+    """Return the parameters in effect after `colour`, then `parameters`."""
+    active: dict[int, list[int]] = {}
+    for code in colour_codes(f"{colour};{parameters}" if colour else parameters):
+        if code[0] == 0:
             active.clear()
-        for slot in _SWITCHED_OFF_BY.get(number, ()):
+        for slot in _SWITCHED_OFF_BY.get(code[0], ()):
             active.pop(slot, None)
-        sets = _slot(number)
+        sets = _slot(code[0])
         if sets is not None:
             active.pop(sets, None)
             active[sets] = code
-    return ";".join(active.values())
+    return ";".join(str(number) for code in active.values() for number in code)
 
 
 def _slot(number: int) -> int | None:
