@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_colours
 from nblaunch.launch.views import (
+    PREPARING_NOTE_DELAY_S,
     Countdown,
     Displays,
     Ended,
@@ -33,21 +34,23 @@ from nblaunch.launch.views import (
     View,
     duration_text,
 )
-from nblaunch.machine import timeouts
 
 _MAX_EMISSION_BYTES = 40 << 10
 """Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
 _MAX_LAUNCH_BYTES = 2_000_000
 """A notebook with more text opens slowly. Beyond this, only the last lines are shown, at the end."""
 _MAX_END_BYTES = 256 << 10
+_EMIT_INTERVAL_S = 0.2
+"""Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
+_MESSAGE_INTERVAL_S = 0.1
+"""Minimum pause of the text view for each message sent."""
 _TAIL_LINES = 20
 _STATUS_WIDTH = 120
 _MAX_STATUS_RANKS = 3
 STARTING = "starting the ranks: they import torch and join the process group …"
 """The panel says the same."""
-_REPORT_BURST = 10.0
-"""Reports in a row that are lines of their own; after them, one a second."""
-_REPORT_BUCKET_SIZE = 15.0
+_MAX_REPORT_LINES = 10
+"""Reports in a row that are lines of their own; later ones only if they come at most once a second."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 
@@ -75,16 +78,7 @@ class _RankReports:
     best: dict[str, str] = field(default_factory=dict)
     """By metric, if a step is marked as the best one."""
     count: int = 0
-    level: float = 0.0
     time: float = 0.0
-
-    def add(self, now: float) -> bool:
-        """Count a report. Return True if it fits a leaky bucket that drains one report a second."""
-        drained = max(0.0, now - self.time) if self.count else 0.0
-        self.level = min(max(0.0, self.level - drained) + 1.0, _REPORT_BUCKET_SIZE)
-        self.time = now
-        self.count += 1
-        return self.level <= _REPORT_BURST
 
 
 class TextView(View):
@@ -107,7 +101,7 @@ class TextView(View):
     ) -> None:
         self._write = write
         self._clock = clock
-        self._status = _Status(is_terminal) if status else None
+        self._status = _Status(is_terminal, is_shown=status)
         self._info: LaunchInfo | None = None
         self._reported: dict[int, _RankReports] = {}
         self._blocks: list[tuple[_Source, Excerpt]] = []
@@ -123,9 +117,9 @@ class TextView(View):
     def on(self, event: Event) -> None:
         match event:
             case Started(info):
-                self._clear_status()
+                self._status.clear()
                 self._info = info
-                self._start_late_at = math.inf if info.is_session else self._clock() + timeouts.PREPARING_NOTE_DELAY_S
+                self._start_late_at = math.inf if info.is_session else self._clock() + PREPARING_NOTE_DELAY_S
             case RanksChanged(ranks) if any(rank.state != "starting" for rank in ranks):
                 self._start_late_at = math.inf
                 self._wait_for("")
@@ -155,8 +149,7 @@ class TextView(View):
             case Stuck(lines, is_repeated=False) if lines:
                 self._note(lines)
             case Countdown(text):
-                if self._status is not None:
-                    self._status.countdown = _one_line(text)
+                self._status.countdown = _one_line(text)
                 self._emit_if_due()
             case Tick():
                 if self._clock() >= self._start_late_at:
@@ -168,11 +161,12 @@ class TextView(View):
     # -------------------------------------------------------------- taking in
     def _add_metrics(self, rank: int, record: Mapping[str, Any]) -> None:
         reported = self._reported.setdefault(rank, _RankReports())
-        fits = reported.add(float(record.get("time") or 0.0))
+        now, before = float(record.get("time") or 0.0), reported.time
         reported.metrics.update(record["metrics"])
+        reported.count, reported.time = reported.count + 1, now
         step = "" if record.get("step") is None else f"step {record['step']}: "
         text = step + _metrics_text(record["metrics"])
-        if fits and self._late is None:
+        if self._late is None and (reported.count <= _MAX_REPORT_LINES or now - before >= 1.0):
             self._set_status(rank, "metrics", "")
             self._add(_Source(rank, "report", "the result's metrics"), [text])
         else:
@@ -185,15 +179,13 @@ class TextView(View):
 
     def _wait_for(self, text: str) -> None:
         """Let the status line say what the launch waits for, before its ranks run; nothing if `text` is empty."""
-        if self._status is not None:
-            self._status.awaited = f"nblaunch: {_one_line(text)}" if text else ""
+        self._status.awaited = f"nblaunch: {_one_line(text)}" if text else ""
 
     def _set_status(self, rank: int, kind: str, text: str) -> None:
-        if self._status is not None:
-            self._status.set(rank, kind, _one_line(text))
+        self._status.set(rank, kind, _one_line(text))
 
     def _end(self, outcome: Outcome) -> None:
-        self._clear_status()
+        self._status.clear()
         self._blocks += (self._late or {}).items()
         closing = [
             f"[rank {rank}] {'; '.join(filter(None, (_metrics_text(reported.metrics), *reported.best.values())))} "
@@ -205,10 +197,6 @@ class TextView(View):
             closing.append(f"nblaunch: {name} {outcome.state} after {duration_text(outcome.seconds)}")
         self._add(_NBLAUNCH, closing)
         self._emit(_MAX_END_BYTES if self._late else _MAX_EMISSION_BYTES)
-
-    def _clear_status(self) -> None:
-        if self._status is not None:
-            self._status.clear()
 
     def _add(self, source: _Source, lines: Sequence[str]) -> None:
         if lines:
@@ -246,7 +234,7 @@ class TextView(View):
             self._shown_bytes += len(shown.encode(errors="replace"))
         sent = self._send(text["out"], text["err"])
         if sent:
-            self._due = self._clock() + max(timeouts.TEXT_EMIT_INTERVAL_S, timeouts.TEXT_MESSAGE_INTERVAL_S * sent)
+            self._due = self._clock() + max(_EMIT_INTERVAL_S, _MESSAGE_INTERVAL_S * sent)
         if self._shown_bytes > _MAX_LAUNCH_BYTES and self._late is None:
             self._late = {}
             logs = f"the logs in {self._info.log_dir}" if self._info else "the logs"
@@ -254,11 +242,9 @@ class TextView(View):
 
     def _send(self, out: str, err: str) -> int:
         """Send pending text, the status line last. Return the number of messages: at most three."""
-        after = ""
-        if self._status is not None:
-            if out or err:
-                out = self._status.erase() + out
-            after = self._status.redraw()
+        if out or err:
+            out = self._status.erase() + out
+        after = self._status.redraw()
         messages: list[tuple[str, Stream]] = [(out, "out"), (err, "err"), (after, "out")]
         if not err:
             messages = [(out + after, "out")]
@@ -271,10 +257,10 @@ class TextView(View):
 class _Status:
     """The status line, redrawn in place."""
 
-    def __init__(self, is_terminal: bool) -> None:
+    def __init__(self, is_terminal: bool, *, is_shown: bool) -> None:
         self.countdown = ""
         self.awaited = ""
-        self._is_terminal = is_terminal
+        self._is_terminal, self._is_shown = is_terminal, is_shown
         self._texts: dict[int, dict[str, str]] = {}
         self._drawn = ""
 
@@ -307,6 +293,8 @@ class _Status:
         return drawn
 
     def _text(self) -> str:
+        if not self._is_shown:
+            return ""
         width = min(_STATUS_WIDTH, shutil.get_terminal_size().columns - 1) if self._is_terminal else _STATUS_WIDTH
         if self.countdown or self.awaited:
             return _clip(self.countdown or self.awaited, width)

@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 from nblaunch.engines.protocol import Body, Workers
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.machine import timeouts
 
 Stream = Literal["out", "err"]
 State = Literal["finished", "failed", "stopped"]
@@ -306,6 +305,8 @@ Event = (
 
 
 _log = logging.getLogger(__name__)
+PREPARING_NOTE_DELAY_S = 0.5
+"""For packing the data of a launch before the view says what takes time."""
 
 
 class View(ABC):
@@ -356,7 +357,7 @@ class ShieldedView(View):
 def preparing(view: View, name: str) -> Iterator[None]:
     """Let a view say what takes time, if the block that packs the data of a launch takes long."""
     text = f"preparing {name}: comparing its data with what was sent before, and copying what is new"
-    timer = threading.Timer(timeouts.PREPARING_NOTE_DELAY_S, lambda: ShieldedView(view).on(Preparing(text)))
+    timer = threading.Timer(PREPARING_NOTE_DELAY_S, lambda: ShieldedView(view).on(Preparing(text)))
     timer.daemon = True
     try:
         with contextlib.suppress(RuntimeError):  # no thread can be started: the launch reports it

@@ -66,8 +66,6 @@ DUMP_QUIET_S = 0.2
 # ------------------------------------------------------------------ launch: groups, tasks, stopping
 LOG_POLL_S = 0.05
 """Between two reads of the ranks' logs."""
-PREPARING_NOTE_DELAY_S = 0.5
-"""For packing the data of a launch before the view says what takes time."""
 QUEUED_NOTE_DELAY_S = 0.5
 """For a question or a restart to have the ranks of a session before a note says what it waits for."""
 GROUP_BEGIN_TIMEOUT_S = 10.0
@@ -122,10 +120,6 @@ QUESTION_STOP_TIMEOUT_S = 0.2
 """For kept ranks to answer after they were interrupted, before the question is given up."""
 QUESTION_FREE_TIMEOUT_S = 2.5
 """The same for an expression of the user's, which is freed from collectives meanwhile."""
-SESSION_SAMPLE_INTERVAL_S = 5.0
-"""Between two measurements of the memory that a session holds."""
-SESSION_IDLE_HINT_S = 3600.0
-"""Without a task before the display of a session warns that it holds GPU memory."""
 SESSION_POLL_S = 0.5
 """Between checks whether a session has been idle for too long."""
 STACKS_TIMEOUT_S = 2.0
@@ -153,34 +147,12 @@ LOOK_TIMEOUT_S = 2.0
 """For a rank to answer a look: its threads wait while C code runs that holds the GIL."""
 
 # ------------------------------------------------------------------ launch: views
-TEXT_EMIT_INTERVAL_S = 0.2
-"""Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
-TEXT_MESSAGE_INTERVAL_S = 0.1
-"""Minimum pause of the text view for each message sent."""
 SIGNAL_CHECK_INTERVAL_S = 0.5
 """Longest uninterrupted wait of a main thread. Python misses a signal that arrives as a wait begins, until it ends."""
 
 # ------------------------------------------------------------------ notebook
-PANEL_SHOW_DELAY_S = 0.1
-"""A launch that ends sooner shows only its record, if the record holds everything."""
-PANEL_SHOWN_TIMEOUT_S = 5.0
-"""For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
-PAGE_RECORD_TIMEOUT_S = 2.0
-"""For a page to ask for the record, at the end of such a cell."""
-PANEL_SEND_INTERVAL_S = 0.125
-"""Pause between two messages to the page: with display updates they stay below ten a second."""
-PANEL_HEARTBEAT_INTERVAL_S = 2.0
-"""Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 RESOURCE_SAMPLE_INTERVAL_S = 1.0
 """Pause between two samples of the ranks' CPU, memory and GPU."""
-FIRST_SAMPLE_INTERVAL_S = 0.2
-"""The same until each rank has been measured once: some may end within a second."""
-SHELL_SERVE_INTERVAL_S = 0.1
-"""Pause between two reads of the kernel's shell channel while a cell waits for its launch."""
-BUSY_STATUS_INTERVAL_S = 1.0
-"""Pause between two "busy" statuses for a page that connects while a cell runs."""
-BUSY_STATUS_DURATION_S = 5.0
-"""How long a page that connects, or gets a panel, has "busy" statuses: the threads that answer it report "idle"."""
 
 # ------------------------------------------------------------------ training
 STOP_AGREEMENT_S = 2.0

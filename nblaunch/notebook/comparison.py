@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from nblaunch.notebook.charts import (
     Line,
     Point,
     Stroke,
+    Summary,
     colour_of,
     data_uri,
     has_line,
@@ -26,7 +26,7 @@ from nblaunch.notebook.charts import (
     stroke_beside,
     summarise,
 )
-from nblaunch.notebook.record import DIM, card, in_rows, one_line
+from nblaunch.notebook.record import BOX, DIM, card, in_rows, one_line
 
 if TYPE_CHECKING:
     import pandas
@@ -58,8 +58,16 @@ def compare(*runs: LaunchResult | pandas.DataFrame, **named: LaunchResult | pand
     if len(given) < 2:
         raise ValueError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
     metrics = [_metrics_of(argument, source) for argument, source in given]
-    labels = [*_labels([run.name if isinstance(run, LaunchResult) else "DataFrame" for run in runs], {*named}), *named]
+    labels = [*named]
+    for at, run in enumerate(runs):
+        name = run.name if isinstance(run, LaunchResult) else "DataFrame"
+        labels.insert(at, next(label for label in _numbered(name) if label not in labels))
     return Comparison(dict(zip(labels, metrics, strict=True)))
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name} {number}" for number in itertools.count(2))
 
 
 def _metrics_of(argument: str, source: Any) -> Metrics:
@@ -88,92 +96,70 @@ def _report_of(number: int, row: Mapping[Any, Any]) -> Report:
     return Report(int(rank or 0), number if time is None else time, None if step is None else int(step), values)
 
 
-def _labels(names: Sequence[str], given: set[str]) -> Iterator[str]:
-    """Return a label for each run: its name, with a number where that is not unique."""
-    count = Counter(names)
-    taken = given | {name for name in names if count[name] == 1}
-    for name in names:
-        numbered = (f"{name} {number}" for number in itertools.count(1))
-        label = name if count[name] == 1 and name not in given else next(x for x in numbered if x not in taken)
-        taken.add(label)
-        yield label
-
-
 class Comparison:
-    """Several runs, as `compare` returns them. A notebook shows charts and a table; elsewhere it is the table as text.
-
-    Args:
-        runs: The metrics of each run, by its label.
-    """
+    """Several runs. A notebook shows charts and a table; elsewhere it is the table as text."""
 
     def __init__(self, runs: Mapping[str, Metrics]) -> None:
-        self._labels = [*runs]
-        points: list[dict[str, dict[int, list[Point]]]] = [{} for _ in runs]
-        order = []
-        for at, (metrics, reports) in enumerate(zip(points, runs.values(), strict=True)):
+        self._points: list[dict[str, dict[int, list[Point]]]] = [{} for _ in runs]
+        self._plan = ChartPlan()
+        for at, (metrics, reports) in enumerate(zip(self._points, runs.values(), strict=True)):
             for report in reports:
                 for name, value in report.values.items():
                     known = metrics.setdefault(name, {}).setdefault(report.rank, [])
                     known.append((float(len(known) if report.step is None else report.step), value))
-                    order.append((name, known[-1][0], (at, report.rank)))
-        plan = ChartPlan(order)
-        for metrics in points:
-            for name in plan.numbered & metrics.keys():
+                    self._plan.add(name, known[-1][0], (at, report.rank))
+        self._summaries: dict[str, dict[str, Summary]] = {}
+        """Of each run, by its label."""
+        for metrics, (label, run) in zip(self._points, runs.items(), strict=True):
+            for name in self._plan.numbered & metrics.keys():
                 for known in metrics[name].values():
                     known[:] = [(float(number), y) for number, (_, y) in enumerate(known)]
-        self._points, self._charts, self._numbered = points, plan.charts, plan.numbered
-        names = [chart.names for chart in plan.charts]
-        marks = [
-            {
+            best = {
                 name: (float(best.step), math.nan if best.value is None else best.value)
                 for name, best in run.best.items()
             }
-            for run in runs.values()
-        ]
-        self._summaries = [
-            {summary.name: summary for group in summarise(known, names, best, plan.numbered) for summary in group}
-            for known, best in zip(points, marks, strict=True)
-        ]
+            groups = summarise(metrics, [[name] for name in metrics], best, self._plan.numbered)
+            self._summaries[label] = {summary.name: summary for (summary,) in groups}
 
     def __repr__(self) -> str:
-        rows = [["", *(one_line(label, _MAX_NAME) for label in self._labels)], *self._rows()]
+        rows = [["", *(one_line(label, _MAX_NAME) for label in self._summaries)], *self._rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
         return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
-        names = [name for chart in self._charts for name in chart.names]
+        names = (name for chart in self._plan.charts for name in chart.names)
         return [[one_line(name, _MAX_NAME), *self._cells(name)] for name in names]
 
     def _cells(self, name: str) -> list[str]:
         """Return the values of a metric in each run: the last one, its difference to the first run's, the best one."""
-        first = self._summaries[0].get(name)
-        cells = []
-        for summary in (summaries.get(name) for summaries in self._summaries):
+        summaries = [summaries.get(name) for summaries in self._summaries.values()]
+        first, cells = summaries[0], []
+        for summary in summaries:
             if summary is None:
                 cells.append("–")
                 continue
-            is_other = first is not None and summary is not first
-            change = f" ({_signed(name, summary.latest - first.latest)})" if is_other and first is not None else ""
+            change = ""
+            if first is not None and summary is not first:
+                change = f" ({_signed(name, summary.latest - first.latest)})"
             cells.append(f"{summary.latest_text}{change}{summary.best_text and f', {summary.best_text}'}")
         return cells
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record`."""
-        drawn = [chart for chart in self._charts if any(self._lines(chart))][:_MAX_CHARTS]
-        style = (
-            "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
-        )
+        drawn = [chart for chart in self._plan.charts if any(self._lines(chart))][:_MAX_CHARTS]
         content = in_rows([self._card(chart) for chart in drawn]) + self._table()
-        html = f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{content}</div>'
-        return {"text/plain": repr(self), "text/html": html}
+        return {
+            "text/plain": repr(self),
+            "text/html": f'<div class="tex2jax_ignore mathjax_ignore" style="{BOX}">{content}</div>',
+        }
 
     def _lines(self, chart: Chart) -> list[Line]:
         """Return the lines of a chart; none if no run has two steps of it."""
         found = [
             (number, points, summaries[name])
             for name in chart.names
-            for number, (points, summaries) in enumerate(zip(self._points, self._summaries, strict=True))
+            for number, (points, summaries) in enumerate(zip(self._points, self._summaries.values(), strict=True))
             if name in summaries
         ]
         if not any(has_line(points, [summary]) for _, points, summary in found):
@@ -186,10 +172,10 @@ class Comparison:
     def _card(self, chart: Chart) -> str:
         names = [
             f'<span style="white-space:nowrap">{_stroke(chart, name).sample} <b>{_text(name)}</b>'
-            f"{' by report' * (name in self._numbered)}</span>"
+            f"{' by report' * (name in self._plan.numbered)}</span>"
             for name in chart.names
         ]
-        labelled = [*zip(self._labels, self._summaries, strict=True)]
+        labelled = self._summaries.items()
         runs = [
             f'<span style="color:{colour_of(number)};white-space:nowrap">━ {_text(label)}</span>'
             for number, (label, summaries) in enumerate(labelled)
@@ -200,19 +186,27 @@ class Comparison:
             for name in chart.names
         )
         title = one_line(" and ".join(chart.names), _MAX_NAME)
-        lines, way = self._lines(chart), chart.direction
-        drawn = line_chart({}, (), title, lines=lines, kind=chart.kind, way=way, most_points=_MAX_CHART_POINTS)
+        drawn = line_chart(
+            {},
+            (),
+            title,
+            lines=self._lines(chart),
+            kind=chart.kind,
+            way=chart.direction,
+            most_points=_MAX_CHART_POINTS,
+        )
         return card([" ".join(names), " ".join(runs)], data_uri(drawn), f"chart of {_text(said, 600)}")
 
     def _table(self) -> str:
         heads = "".join(
-            f'<th style="color:{colour_of(number)}">{_text(label)}</th>' for number, label in enumerate(self._labels)
+            f'<th style="color:{colour_of(number)}">{_text(label)}</th>' for number, label in enumerate(self._summaries)
         )
         rows = "".join(
             f"<tr><th>{_text(name)}</th>{''.join(f'<td>{_text(cell, 120)}</td>' for cell in cells)}</tr>"
             for name, *cells in self._rows()
         )
-        note = f"last value, its difference to that of {_text(self._labels[0])}, and the best; means over the ranks"
+        first = _text(next(iter(self._summaries)))
+        note = f"last value, its difference to that of {first}, and the best; means over the ranks"
         return (
             '<div style="overflow-x:auto;margin-top:10px"><table cellpadding="4" '
             'style="border-collapse:collapse;text-align:right">'

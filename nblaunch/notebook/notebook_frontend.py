@@ -22,7 +22,6 @@ from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import NullView, Stream, View
-from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.cells import goes_to_session, paused, resume
@@ -30,6 +29,8 @@ from nblaunch.notebook.panel import PanelView, settle_panels
 from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
 
+_SERVE_INTERVAL_S = 0.1
+"""Pause between two reads of the kernel's shell channel while a cell waits for its launch."""
 _RUNS_HERE = re.compile(r"\A\s*(?:%%(?:time|capture|local)\b.*(?:\n|\Z))+")
 """Magics on top of a cell that runs in the notebook as if they were not there."""
 
@@ -128,7 +129,7 @@ class NotebookFrontend:
             between()
 
         with self._channel.answered(over):
-            return wait_in_steps(over, timeout, timeouts.SHELL_SERVE_INTERVAL_S, serve)
+            return wait_in_steps(over, timeout, _SERVE_INTERVAL_S, serve)
 
     def forget_thread(self) -> None:
         """Close the socket by which this thread has published.

@@ -66,6 +66,18 @@ _MAX_BYTES_PER_S = 200 << 10
 _MIN_LOG_BYTES = 2 << 10
 _MAX_SHORT_LOG_BYTES = 1000
 """A short launch with a longer log gets a panel."""
+SHOW_DELAY_S = 0.1
+"""A launch that ends sooner shows only its record, if the record holds everything."""
+_SHOWN_TIMEOUT_S = 5.0
+"""For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
+_RECORD_TIMEOUT_S = 2.0
+"""For a page to ask for the record, at the end of such a cell."""
+_SEND_INTERVAL_S = 0.125
+"""Pause between two messages to the page: with display updates they stay below ten a second."""
+HEARTBEAT_INTERVAL_S = 2.0
+"""Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
+_FIRST_SAMPLE_INTERVAL_S = 0.2
+"""Pause between two samples of the ranks until each has been measured once: some may end within a second."""
 _TAIL_LINES = 20
 _MAX_ENDED_PANELS = 20
 """Ended launches whose panels stay live; older ones keep only their record."""
@@ -190,8 +202,8 @@ class PanelView(View):
             wait: Waits for an event, so many seconds; returns False if it did not come.
         """
         if not self._over.is_set():
-            wait(self._is_shown, timeouts.PANEL_SHOWN_TIMEOUT_S)
-        elif self._is_behind and not wait(self._is_recorded, timeouts.PAGE_RECORD_TIMEOUT_S):
+            wait(self._is_shown, _SHOWN_TIMEOUT_S)
+        elif self._is_behind and not wait(self._is_recorded, _RECORD_TIMEOUT_S):
             with self._lock:
                 self._display.forget()
                 self._show()
@@ -287,7 +299,7 @@ class PanelView(View):
 
     def _send_until_over(self) -> None:
         if self._widget is None:
-            self._over.wait(timeouts.PANEL_SHOW_DELAY_S)
+            self._over.wait(SHOW_DELAY_S)
             if not (self._over.is_set() and self._record_suffices()):
                 self._open()
         assert self._info is not None
@@ -298,10 +310,10 @@ class PanelView(View):
                 if time.monotonic() >= due and not self._over.is_set():
                     is_whole = self._sample(meter)
                     due = time.monotonic() + (
-                        timeouts.RESOURCE_SAMPLE_INTERVAL_S if is_whole else timeouts.FIRST_SAMPLE_INTERVAL_S
+                        timeouts.RESOURCE_SAMPLE_INTERVAL_S if is_whole else _FIRST_SAMPLE_INTERVAL_S
                     )
                 self._send()
-                (pause if self._over.is_set() else self._over).wait(timeouts.PANEL_SEND_INTERVAL_S)
+                (pause if self._over.is_set() else self._over).wait(_SEND_INTERVAL_S)
         finally:
             meter.close()
 
@@ -357,7 +369,7 @@ class PanelView(View):
         room = max(_MIN_LOG_BYTES, int(self._credit) - size)
         outputs, output_bytes = self._outputs.take(room // 2 if self._feed.has_more else room)
         logs = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)))
-        needs_heartbeat = not is_over and time.monotonic() - self._sent_at > timeouts.PANEL_HEARTBEAT_INTERVAL_S
+        needs_heartbeat = not is_over and time.monotonic() - self._sent_at > HEARTBEAT_INTERVAL_S
         if changes or logs or outputs or needs_heartbeat:
             delta = Delta(now=delta.now, changes=changes, logs=logs or None, outputs=outputs or None)
             self._send_message(widget, delta, output_bytes)
@@ -413,7 +425,7 @@ def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:
 
 
 def _bytes_per_message() -> float:
-    return _MAX_BYTES_PER_S * timeouts.PANEL_SEND_INTERVAL_S
+    return _MAX_BYTES_PER_S * _SEND_INTERVAL_S
 
 
 _ended: deque[PanelView] = deque()

@@ -23,6 +23,10 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 8
 _MAX_RANKS = 64
 _CELL = "text-align:left;padding:1px 16px 1px 0;border:none"
+_SAMPLE_INTERVAL_S = 5.0
+"""Between two measurements of the memory that a session holds."""
+_IDLE_HINT_S = 3600.0
+"""Without a task before the display of a session warns that it holds GPU memory."""
 _HINT_BYTES = 100 << 20
 """GPU memory of an idle session from which the display says how to free it."""
 
@@ -61,7 +65,7 @@ class SessionDisplay:
         shown, sampled_at = "", 0.0
         try:
             while state.is_open:
-                if time.monotonic() - sampled_at > timeouts.SESSION_SAMPLE_INTERVAL_S:
+                if time.monotonic() - sampled_at > _SAMPLE_INTERVAL_S:
                     sampled_at = time.monotonic()
                     self._sample(meter, state)
                 summary = self._summary(state)
@@ -89,7 +93,7 @@ class SessionDisplay:
 
     def _hint(self, state: SessionState) -> str:
         held = sum(usage.gpu_memory or 0 for usage in self._usages.values())
-        if held < _HINT_BYTES or state.idle < timeouts.SESSION_IDLE_HINT_S:
+        if held < _HINT_BYTES or state.idle < _IDLE_HINT_S:
             return ""
         return (
             f"It holds {in_words(held)} of GPU memory, and has been idle for over an hour: "

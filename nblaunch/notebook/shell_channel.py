@@ -20,9 +20,11 @@ from typing import Any
 import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
-from nblaunch.machine import timeouts
-
 _log = logging.getLogger(__name__)
+_BUSY_INTERVAL_S = 1.0
+"""Pause between two "busy" statuses for a page that connects while a cell runs."""
+_BUSY_DURATION_S = 5.0
+"""How long a page that connects, or gets a panel, has "busy" statuses: the threads that answer it report "idle"."""
 _CONTROL = "jupyter.widget.control"
 """Target of the comm by which ipywidgets asks for the state of all widgets."""
 Handler = Callable[[list[bytes], dict[str, Any]], object]
@@ -61,7 +63,7 @@ class ShellChannel:
             return
         self._cell, self._over = self._kernel.get_parent(), over
         self._busy_at = time.monotonic()
-        self._busy_until = self._busy_at + timeouts.BUSY_STATUS_DURATION_S  # pages that open a panel show "idle"
+        self._busy_until = self._busy_at + _BUSY_DURATION_S  # pages that open a panel show "idle"
         try:
             self._in_its_thread(self._begin)
             yield
@@ -76,7 +78,7 @@ class ShellChannel:
             with _interrupt_held():  # an interrupt could lose a cell that is read but not yet queued
                 self._stream.flush(zmq.POLLIN)
                 self._stream.flush(zmq.POLLOUT)
-        if self._busy_at + timeouts.BUSY_STATUS_INTERVAL_S <= time.monotonic() < self._busy_until:
+        if self._busy_at + _BUSY_INTERVAL_S <= time.monotonic() < self._busy_until:
             self._publish_busy()
 
     def _in_its_thread(self, act: Callable[[], None]) -> None:
@@ -113,7 +115,7 @@ class ShellChannel:
             # Not `deserialize`: it stores each signature, and the kernel would reject the message as a replay.
             header, content = (session.unpack(parts[number].bytes) for number in (1, 4))
             if header.get("subshell_id"):  # the kernel answers it at once, and then says "idle"
-                self._busy_until = time.monotonic() + timeouts.BUSY_STATUS_DURATION_S
+                self._busy_until = time.monotonic() + _BUSY_DURATION_S
                 return False
             handler = self._handler(header["msg_type"], content)
             if handler is None:
@@ -148,7 +150,7 @@ class ShellChannel:
         return _callback(comm) if kind == "comm_msg" else None
 
     def _send_kernel_info(self, idents: list[bytes], message: dict[str, Any]) -> None:
-        self._busy_until = time.monotonic() + timeouts.BUSY_STATUS_DURATION_S
+        self._busy_until = time.monotonic() + _BUSY_DURATION_S
         self._reply(idents, message, self._kernel.kernel_info)
 
     def _send_comms(self, idents: list[bytes], message: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def test_a_short_launch_shows_its_outputs_in_the_record_alone(page: Page) -> Non
     page.run(f"%%distributed -n 2\n{body}")
 
     html, text = shown(page)["text/html"], shown(page)["text/plain"]
-    assert re.findall(r"<details( open)?><summary[^>]*><b>rank (\d)</b>", html)[:2] == [(" open", "0"), ("", "1")]
+    assert re.findall(r"<details( open)?[^>]*><summary[^>]*><b>rank (\d)</b>", html)[:2] == [(" open", "0"), ("", "1")]
     assert html.count('class="dataframe"') == 2
     assert html.count('src="data:image/png;base64,') == 2
     assert html.count("<b>bold</b>") == 2

@@ -59,7 +59,7 @@ def test_what_the_cell_has_printed_before_stays_above(page: Page) -> None:
 
 
 def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
-    with _changed(page.kernel, "nblaunch.machine.timeouts", "PANEL_SHOW_DELAY_S", 600):
+    with _changed(page.kernel, "nblaunch.notebook.panel", "SHOW_DELAY_S", 600):
         page.run("notebook_launcher(lambda: print('hello'), num_processes=2)")
         page.run("1 + 1")
     assert page.panel == ""

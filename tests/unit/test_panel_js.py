@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nblaunch.machine import timeouts
 from nblaunch.notebook.charts import COLOURS, LOG_RATIO, MEAN_COLOUR, PART_STROKES
 from nblaunch.notebook.page_messages import Delta, to_content
+from nblaunch.notebook.panel import HEARTBEAT_INTERVAL_S
 from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.widget import STATIC, loader, modules, script
 from tests.unit import page_types
@@ -73,7 +73,7 @@ def test_the_page_waits_for_two_heartbeats_before_silence() -> None:
     for name, heartbeats in (("MAX_SILENCE_MS", 2), ("SILENCE_MS", 3)):
         match = re.search(rf"^const {name} = (\d+);", source("kernel.js"), re.MULTILINE)
         assert match is not None
-        assert int(match[1]) / 1000 >= heartbeats * timeouts.PANEL_HEARTBEAT_INTERVAL_S
+        assert int(match[1]) / 1000 >= heartbeats * HEARTBEAT_INTERVAL_S
 
 
 # ------------------------------------------------------------------ the files
