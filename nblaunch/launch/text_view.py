@@ -72,8 +72,6 @@ _NBLAUNCH = _Source(-1, "report", "")
 
 @dataclass(slots=True)
 class _RankReports:
-    """The reports of one rank so far."""
-
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, str] = field(default_factory=dict)
     """By metric, if a step is marked as the best one."""
@@ -272,7 +270,6 @@ class _Status:
             self._texts[rank].pop(kind, None)
 
     def clear(self) -> None:
-        """Remove every text."""
         self._texts.clear()
         self.countdown = self.awaited = ""
 

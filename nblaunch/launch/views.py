@@ -30,11 +30,9 @@ class Controls(Protocol):
     def done(self) -> bool:
         """True once the launch has ended."""
 
-    def stop(self) -> None:
-        """Interrupt the ranks."""
+    def stop(self) -> None: ...
 
-    def kill(self) -> None:
-        """Kill the ranks now."""
+    def kill(self) -> None: ...
 
     def ask_stacks(self) -> None:
         """Request a `StacksShown` event with the stacks of all live ranks."""
@@ -78,8 +76,6 @@ class LaunchInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The state of one rank."""
-
     rank: int
     state: RankState
     pid: int
@@ -135,8 +131,6 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a launch ended."""
-
     state: State
     seconds: float
     message: str
@@ -190,22 +184,16 @@ class RanksPlaced:
 
 @dataclass(frozen=True, slots=True)
 class RanksChanged:
-    """Ranks have changed their state."""
-
     ranks: Sequence[RankStatus]
 
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """Ranks have printed."""
-
     logs: Sequence[LogLines]
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """A rank has reported metrics or progress."""
-
     rank: int
     records: Sequence[Mapping[str, Any]]
     """As `nblaunch.ranks.report` spools them."""
@@ -327,8 +315,6 @@ class View(ABC):
 
 
 class NullView(View):
-    """Shows nothing."""
-
     shows_notes = False
 
     def on(self, event: Event) -> None:

@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class CellDisplay:
-    """A display under the cell that constructs it, from any thread, also while later cells run.
-
-    Args:
-        shell: The notebook's shell.
-    """
+    """A display under the cell that constructs it, from any thread, also while later cells run."""
 
     def __init__(self, shell: Any) -> None:
         self._publisher = shell.display_pub
@@ -85,18 +81,13 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 class WaitingDisplay:
-    """See the module. The same display shows the panel later.
-
-    Args:
-        display: Of the cell.
-    """
+    """A line of text and a button that cancels, while nodes are awaited. The same display shows the panel later."""
 
     def __init__(self, display: CellDisplay) -> None:
         self._display = display
         self._box: Any = None
 
     def show(self, text: str, cancel: Callable[[], None] | None) -> None:
-        """Show a text; nothing if it is empty."""
         if self._box is None and cancel is not None and text:
             self._open(cancel)
         bundle: dict[str, Any] = {"text/plain": text}
@@ -141,12 +132,7 @@ def answer_in_main_shell(widget: Any) -> None:
 
 
 class UsageMeter:
-    """See the module. Used from one thread.
-
-    Args:
-        device: The device of the ranks.
-        env: The environment of the ranks.
-    """
+    """Measures the ranks of a launch or a session, also after a restart has replaced their group. For one thread."""
 
     def __init__(self, device: str, env: Mapping[str, str]) -> None:
         self._device, self._env = device, env
@@ -154,12 +140,7 @@ class UsageMeter:
         self._sampler: Sampler | None = None
 
     def sample(self, workers: Workers | None, ranks: Collection[int]) -> list[Usage]:
-        """Return the usage of these ranks, as far as they run.
-
-        Args:
-            workers: The present group; None before there is one.
-            ranks: The ranks to measure.
-        """
+        """Return the usage of these ranks of the present group, as far as they run."""
         if workers is not self._workers:
             self.close()
             self._workers = workers
@@ -167,7 +148,6 @@ class UsageMeter:
         return [] if self._sampler is None else self._sampler.sample(ranks)
 
     def close(self) -> None:
-        """Release the group. Idempotent."""
         if self._sampler is not None:
             self._sampler.close()
         self._workers = self._sampler = None

@@ -49,12 +49,7 @@ MAX_DRAWABLE = 1e300
 
 
 def downsampled(points: Sequence[_Row], most: int = MAX_POINTS) -> list[_Row]:
-    """Return at most `most` points: the first, the last, and of each stretch the extremes and one non-finite point.
-
-    Args:
-        points: In the order of x.
-        most: At least 5.
-    """
+    """Return at most `most` points (5 or more): the ends, and of each stretch the extremes and one non-finite point."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, (most - 2) // 3)
@@ -77,8 +72,6 @@ def is_drawable(point: tuple[float, ...]) -> bool:
 # ------------------------------------------------------------------ numbers
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One metric in numbers."""
-
     name: str
     mean: tuple[Point, ...]
     """Mean over the ranks at each x where at least half of them have a point."""
@@ -94,7 +87,7 @@ class Summary:
 
     @property
     def ring(self) -> Point | None:
-        """Where the best step is marked in the chart."""
+        """The best step, if the chart has steps."""
         return None if self.is_numbered else self.marked
 
     @property
@@ -104,7 +97,6 @@ class Summary:
 
     @property
     def latest_text(self) -> str:
-        """The latest value."""
         return number_of(self.name, self.latest)
 
     @property
@@ -190,8 +182,6 @@ def line_of(metrics: Mapping[str, Mapping[int, Sequence[Point]]], summary: Summa
 # ------------------------------------------------------------------ the picture
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Maps values to pixels."""
-
     x: tuple[float, float]
     y: tuple[float, float]
     """Of a logarithmic scale: the exponents of 10."""
@@ -209,8 +199,6 @@ class _Scale:
 
 @dataclass(frozen=True, slots=True)
 class Stroke:
-    """How a line is drawn."""
-
     colour: str
     dashes: str = ""
     """As in SVG's ``stroke-dasharray``; empty for a solid line."""
@@ -327,7 +315,6 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
 
 
 def colour_of(rank: int) -> str:
-    """Return the colour of a rank's line."""
     return COLOURS[rank % len(COLOURS)]
 
 
@@ -398,7 +385,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return two to six round numbers between these."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * rough)

@@ -45,7 +45,7 @@ class _Log:
 
     @property
     def waiting(self) -> int:
-        """The size of what was not sent."""
+        """Bytes that were not sent."""
         return sum(len(line.text) + _LINE_COST for line in self._from(self.sent)) if self.sent < self.end else 0
 
     @property
@@ -54,7 +54,6 @@ class _Log:
         return self.sent < self.end or not self.is_open_sent
 
     def take(self, most: int) -> LogPart:
-        """Take the next lines."""
         kept = self._from(self.sent)
         first, lines = self.end - len(kept), list[LineEntry]()
         for line in kept:
@@ -68,7 +67,6 @@ class _Log:
         return LogPart(self.attempt, self.rank, self.stream, first, lines, shown)
 
     def rewind(self, end: int) -> None:
-        """Send the lines from this number on again."""
         self.sent = min(self.sent, end)
         self.is_open_sent = not self.open
 
@@ -85,7 +83,6 @@ class LogFeed:
         self._logs: dict[tuple[int, int, Stream], _Log] = {}
 
     def add(self, attempt: int, log: LogLines, now: float) -> None:
-        """Add what was printed to a log."""
         with self._lock:
             key = attempt, log.rank, log.stream
             if key not in self._logs:
@@ -94,13 +91,12 @@ class LogFeed:
 
     @property
     def waiting(self) -> int:
-        """The size of all that was not sent."""
+        """Bytes that were not sent."""
         with self._lock:
             return sum(log.waiting for log in self._logs.values())
 
     @property
     def has_more(self) -> bool:
-        """True if a line was not sent as it is now."""
         with self._lock:
             return any(log.has_more for log in self._logs.values())
 
@@ -112,11 +108,7 @@ class LogFeed:
             return [log.take(share) for log, share in zip(waiting, shares, strict=True)]
 
     def rewind(self, ends: Mapping[tuple[int, int, Stream], int]) -> None:
-        """Send again what a page lacks of the last lines.
-
-        Args:
-            ends: The number of the line after those of each log that the page has. Default for a log: 0.
-        """
+        """Send again what a page lacks, given the number of the line after those that it has of each log."""
         with self._lock:
             for key, log in self._logs.items():
                 log.rewind(ends.get(key, 0))

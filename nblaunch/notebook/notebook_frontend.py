@@ -76,7 +76,6 @@ class NotebookFrontend:
         return self._cuda_cell
 
     def notebook_names(self) -> dict[str, Any] | None:
-        """Return the globals of every cell."""
         names: dict[str, Any] = self.shell.user_ns
         return names
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from nblaunch.launch.output.terminal_lines import fair_shares
 from nblaunch.launch.views import Displays, Output
 from nblaunch.notebook.page_messages import OutputContent, OutputPart, OutputsEntry, to_content
 from nblaunch.notebook.record import RankOutputs
@@ -19,8 +20,8 @@ from nblaunch.wire.display_records import BITMAPS
 
 MAX_PAGE_BYTES = 32 << 20
 """Of all outputs of a launch at a time; the others are left out, and counted."""
-MAX_RECORD_BYTES = 600 << 10
-"""Of all outputs in the record."""
+MAX_RECORD_BYTES = 450 << 10
+"""Of all outputs in the record, before images become base64."""
 _MAX_RECORD_OUTPUTS = 100
 
 
@@ -34,8 +35,6 @@ class _Item:
 
 @dataclass(slots=True)
 class _RankItems:
-    """What one rank shows."""
-
     items: dict[str, _Item] = field(default_factory=dict)
     """By key, in order of display."""
     left_out: int = 0
@@ -100,7 +99,6 @@ class OutputStore:
     # ------------------------------------------------------------------ to the page
     @property
     def has_more(self) -> bool:
-        """True if the page lacks outputs."""
         with self._lock:
             return self._sending is not None or bool(self._waiting)
 
@@ -147,29 +145,25 @@ class OutputStore:
         return self._size <= MAX_RECORD_BYTES // 2 and outputs <= _MAX_RECORD_OUTPUTS
 
     def for_record(self) -> list[RankOutputs]:
-        """Return the outputs for the record: in turns, the next one of each rank, as long as there is room."""
+        """Return the outputs for the record: of each rank the first ones, as far as they fit its share."""
         with self._lock:
-            queues = {rank: deque(self._ranks[rank].items.values()) for rank in sorted(self._ranks)}
-            left_out = {rank: self._ranks[rank].all_left_out for rank in queues}
-        chosen: dict[int, list[OutputContent]] = {rank: [] for rank in queues}
-        room, count = MAX_RECORD_BYTES, _MAX_RECORD_OUTPUTS
-        closed: set[int] = set()
-        while count > 0 and (turn := [rank for rank in queues if queues[rank] and rank not in closed]):
-            for rank in turn:
-                output = queues[rank][0].output
-                content = content_of(output) if output.size < room and count > 0 else None
-                size = len(content.body) + len(content.text) if content is not None else 0
-                if content is None or size > room:
-                    closed.add(rank)
-                    continue
-                queues[rank].popleft()
-                chosen[rank].append(content)
-                room, count = room - size, count - 1
-        return [
-            RankOutputs(rank, tuple(contents), len(queues[rank]) + left_out[rank])
-            for rank, contents in chosen.items()
-            if contents or queues[rank] or left_out[rank]
-        ]
+            shown = {rank: [item.output for item in self._ranks[rank].items.values()] for rank in sorted(self._ranks)}
+            left_out = {rank: self._ranks[rank].all_left_out for rank in shown}
+        size = {rank: sum(output.size for output in outputs) for rank, outputs in shown.items()}
+        bytes_of = dict(zip(shown, fair_shares([*size.values()], MAX_RECORD_BYTES), strict=True))
+        count_of = dict(zip(shown, fair_shares([*map(len, shown.values())], _MAX_RECORD_OUTPUTS), strict=True))
+        found = []
+        for rank, outputs in shown.items():
+            contents: list[OutputContent] = []
+            room = bytes_of[rank]
+            for output in outputs[: count_of[rank]]:
+                room -= output.size
+                if room < 0:
+                    break
+                contents.append(content_of(output))
+            if outputs or left_out[rank]:
+                found.append(RankOutputs(rank, tuple(contents), len(outputs) - len(contents) + left_out[rank]))
+        return found
 
 
 def content_of(output: Output) -> OutputContent:

@@ -84,11 +84,7 @@ _MAX_ENDED_PANELS = 20
 
 
 class PanelView(View):
-    """Shows a launch with a widget, and finally with its record. Construct it in the launching thread.
-
-    Args:
-        shell: The notebook's shell.
-    """
+    """Shows a launch with a widget, and finally with its record. Construct it in the launching thread."""
 
     shows_failures = True
 
@@ -197,9 +193,6 @@ class PanelView(View):
         """Run at the end of an append-only cell: wait until the cell has what it must show.
 
         Without a page that writes the record of a launch that has ended, show it again.
-
-        Args:
-            wait: Waits for an event, so many seconds; returns False if it did not come.
         """
         if not self._over.is_set():
             wait(self._is_shown, _SHOWN_TIMEOUT_S)
@@ -271,7 +264,6 @@ class PanelView(View):
             self.retire()
 
     def retire(self) -> None:
-        """Close the widget; the record stays."""
         with self._lock:
             self._is_retired = True
             widget, self._widget = self._widget, None

@@ -69,7 +69,7 @@ class Series:
 
     @property
     def reported(self) -> list[_Reported]:
-        """The kept points, in order of arrival, each with the number of its report."""
+        """The kept points, in order of arrival."""
         return list(zip(self._xs, self._ys, self._numbers, strict=True))
 
     def points(self, *, numbered: bool = False) -> list[Point]:
@@ -98,12 +98,6 @@ class Series:
 
 
 class PanelState:
-    """The state of a launch.
-
-    Args:
-        world_size: The number of its ranks.
-    """
-
     def __init__(self, world_size: int) -> None:
         self.state = StateEntry("starting", countdown="", attempt=0, log_dir="", seconds=None, message="")
         self.ranks: dict[int, RankState] = dict.fromkeys(range(world_size), "starting")
@@ -127,7 +121,6 @@ class PanelState:
 
     # -------------------------------------------------------------- taking in
     def start(self, info: LaunchInfo) -> None:
-        """Begin an attempt."""
         self.ranks = dict.fromkeys(range(info.world_size), "starting")
         self.progress.clear()
         self._mark("ranks", self.ranks)
@@ -135,7 +128,6 @@ class PanelState:
         self._set(name="starting", attempt=info.attempt, log_dir=str(info.log_dir))
 
     def set_ranks(self, changed: Iterable[RankStatus]) -> None:
-        """Set the states of these ranks."""
         for status in changed:
             self.ranks[status.rank] = status.state
             self.pids[status.rank] = status.pid
@@ -146,7 +138,6 @@ class PanelState:
             self._set(name="running")
 
     def add_reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add metrics and progress of a rank."""
         for record in records:
             if "metrics" in record:
                 for name, value in record["metrics"].items():
@@ -183,7 +174,6 @@ class PanelState:
             self.add_note(0.0, f"more than {_MAX_METRICS} metrics: find the others in the result's metrics")
 
     def set_resources(self, usages: Iterable[Usage]) -> None:
-        """Set the resource usage of ranks."""
         for usage in usages:
             entry = ResourceEntry(usage.rank, [UsageValue(*value) for value in usage.values()])
             if usage.memory and self.resources.get(usage.rank) != entry:  # 0: the rank has just ended
@@ -191,12 +181,10 @@ class PanelState:
                 self._mark("resources", [usage.rank])
 
     def set_outputs(self, entry: OutputsEntry) -> None:
-        """Set what a rank displays."""
         self.outputs[entry.rank] = entry
         self._mark("outputs", [entry.rank])
 
     def add_note(self, now: float, text: str) -> None:
-        """Add a message of nblaunch."""
         self.notes.append(NoteEntry(round(now, 2), text.replace("`", "")[:_MAX_TEXT_LENGTH]))
         self._mark("notes", [len(self.notes) - 1])
 
@@ -211,20 +199,17 @@ class PanelState:
                 self.add_note(now, line)
 
     def set_countdown(self, text: str) -> None:
-        """Set the progress of stopping."""
         if self.state.name not in ("starting", "running", "stopping"):
             return
         if text and (text != self.state.countdown or self.state.name != "stopping"):
             self._set(countdown=text, name="stopping")
 
     def set_stacks(self, now: float, texts: Mapping[int, str]) -> None:
-        """Set the stacks of ranks."""
         entries = [StackEntry(rank, text[:_MAX_TEXT_LENGTH]) for rank, text in texts.items()]
         self.stacks = StacksEntry(round(now, 2), entries)
         self._mark("stacks")
 
     def end(self, outcome: Outcome) -> None:
-        """Set the outcome of the launch."""
         self.pids.clear()
         self.set_stuck(0.0, Stuck())
         self.failure = outcome.failure
@@ -247,16 +232,14 @@ class PanelState:
     # -------------------------------------------------------------- giving out
     @property
     def is_changed(self) -> bool:
-        """True if something has changed since the last `delta` or `snapshot`."""
         return bool(self._changed)
 
     def delta(self) -> Changes | None:
-        """Return what has changed since the last call; None if nothing has."""
+        """Return what has changed since the last `delta` or `snapshot`; None if nothing has."""
         changed, self._changed = self._changed, {}
         return Changes(**{part: self._part(part, sorted(of)) for part, of in changed.items()}) if changed else None
 
     def snapshot(self) -> Changes:
-        """Return the whole state."""
         self._changed = {}
         return Changes(**{field.name: self._part(field.name, None) for field in dataclasses.fields(Changes)})
 

@@ -75,7 +75,6 @@ class _Sanitiser(HTMLParser):
         self._is_visible = False
 
     def result(self) -> str:
-        """Return the safe HTML; empty if it shows nothing."""
         while self._open:
             self._parts.append(f"</{self._open.pop()}>")
         return "".join(self._parts) if self._is_visible else ""

@@ -32,14 +32,7 @@ _HINT_BYTES = 100 << 20
 
 
 class SessionDisplay:
-    """See the module.
-
-    Args:
-        shell: The notebook's shell.
-        state: Returns the present state of the session.
-        env: The environment of its ranks.
-        workers: Returns the present ranks.
-    """
+    """Shows a session under a cell. `state` and `workers` return the present ones."""
 
     def __init__(
         self,
@@ -106,14 +99,7 @@ class SessionDisplay:
 
 
 def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int] = (), hint: str = "") -> str:
-    """Return the display of a session.
-
-    Args:
-        state: Its state.
-        usages: What its ranks hold, by rank, as far as it is known.
-        gone: Pids of ranks that have died since the last task. Default: none.
-        hint: A last line. Default: none.
-    """
+    """Return the display of a session. Gone: pids of ranks that have died since the last task."""
     since = time.strftime("%H:%M", time.localtime(time.time() - state.idle))  # a saved notebook shows it for long
     doing = "stopped" if not state.is_open else f"runs {state.running}" if state.running else f"idle since {since}"
     queued = [*state.queued[:_MAX_QUEUED], *(["…"] if len(state.queued) > _MAX_QUEUED else [])]

@@ -51,12 +51,7 @@ _lock = threading.Lock()
 
 
 class PanelWidget(anywidget.AnyWidget):
-    """One launch's panel in the page.
-
-    Args:
-        info: What the page knows of the launch from the start.
-        receive: Called with each message of the page, in any thread of the kernel.
-    """
+    """One launch's panel in the page. `receive` gets each message of the page, in any thread of the kernel."""
 
     _esm = traitlets.Unicode().tag(sync=True)
     info = traitlets.Dict().tag(sync=True)
@@ -104,10 +99,7 @@ _INDENT = re.compile(r"^ +", re.MULTILINE)
 
 @functools.cache
 def script() -> str:
-    """Return the panel's modules as one, without comments and indentation.
-
-    A page loads it from a Blob, where relative imports fail.
-    """
+    """Return the panel's modules as one, without comments and indentation."""
     texts = [_EXPORT.sub("", _IMPORT.sub("", text)) for text in modules("panel.js").values()]
     return _bare("\n".join(texts))
 
@@ -124,17 +116,11 @@ def _bare(text: str) -> str:
 
 @functools.cache
 def style() -> str:
-    """Return the panel's style sheet."""
     return (STATIC / "panel.css").read_text(encoding="utf-8")
 
 
 def modules(name: str, found: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the text of a module and of all that it imports, imported modules first.
-
-    Args:
-        name: The file name of the module.
-        found: Modules that are already known; extended in place.
-    """
+    """Return the text of a module and of all that it imports, imported modules first; `found` is extended in place."""
     found = {} if found is None else found
     text = (STATIC / name).read_text(encoding="utf-8")
     for imported in _IMPORT.findall(text):

@@ -74,7 +74,7 @@ def test_names_are_expanded_around_a_pattern_but_not_inside_it(kernel: Kernel) -
         ),
         (
             r"--metric 'epoch (?P<step>\d+)'",
-            r"--metric 'epoch (?P<step>\d+)': has a step, but no metric: add a named group, as in (?P<loss>[\d.]+)",
+            r"--metric 'epoch (?P<step>\d+)': name the group that holds the number, as in (?P<loss>[\d.]+)",
         ),
         ("--metric ''", "--metric '': name the group that holds the number"),
         ("--metric -n 2", "argument --metric: expected one argument"),

@@ -11,7 +11,6 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
@@ -40,12 +39,7 @@ _MAX_LATE_LINES = 20
 
 
 class PrintedLog:
-    """What a rank prints to one stream, as lines.
-
-    Attributes:
-        log: The whole log, also after the rank's end.
-        at: How many bytes of it were read or skipped.
-    """
+    """What a rank prints to one stream, as lines."""
 
     def __init__(self, rank: int, stream: Stream, log: Log) -> None:
         self.rank, self.stream, self.log = rank, stream, log
@@ -81,7 +75,6 @@ class PrintedLog:
         return self._lines(self._assembler.finish())
 
     def skip(self) -> None:
-        """Leave out what is unread."""
         self.at = self._size
 
     def close(self) -> None:
@@ -129,12 +122,6 @@ class Spool:
 
 
 class RankOutput:
-    """The streams of one rank.
-
-    Attributes:
-        dropped: What the rank could not write, at the last poll.
-    """
-
     def __init__(self, worker: Worker) -> None:
         self.rank, self.worker = worker.rank, worker
         self.printed = [
@@ -146,7 +133,6 @@ class RankOutput:
 
     @property
     def logs(self) -> dict[Stream, Log]:
-        """What the rank has printed, also after its end."""
         return {printed.stream: printed.log for printed in self.printed}
 
     def close(self) -> None:
@@ -156,17 +142,7 @@ class RankOutput:
 
 
 class OutputFollower:
-    """See the module.
-
-    Args:
-        workers: The ranks.
-        patterns: Searched for in every printed line.
-        view: Shows output and reports.
-        notes_unmatched: Whether to note that patterns matched no line. Default: True.
-
-    Attributes:
-        reports: What the ranks have reported.
-    """
+    """See the module. Without `notes_unmatched`, patterns that match no line are not noted."""
 
     def __init__(
         self,
@@ -265,47 +241,32 @@ class OutputFollower:
             rank.close()
 
 
-@dataclass(slots=True)
-class _Unshown:
-    """The last lines that a rank has printed between two tasks."""
-
-    lines: list[str] = field(default_factory=list)
-    cut_in: str = ""
-    """The log that has more; empty if these are all."""
-
-
 class LateOutput:
     """What the ranks of a session print between two tasks, such as from threads: it is in the log of the first."""
 
     def __init__(self) -> None:
         self._logs: list[tuple[int, Log, int]] = []
-        """Rank, log, and how much of the log was read."""
-        self._unshown: dict[int, _Unshown] = {}
+        """Rank, log, and how much of the log was shown."""
 
     def follow(self, output: OutputFollower) -> None:
         """Watch the logs of a task that has ended."""
-        self._logs = [(log.rank, log.log, log.at) for rank in output.ranks for log in rank.printed]
+        unshown = [(rank, log, since) for rank, log, since in self._logs if log.size() > since]
+        self._logs = unshown + [(log.rank, log.log, log.at) for rank in output.ranks for log in rank.printed]
 
     def show(self, view: View) -> None:
         """Show what the logs have gained; a view that shows nothing leaves it to the next task."""
-        self._logs = [(rank, log, self._read(rank, log, since)) for rank, log, since in self._logs]
         if not view.shows_notes:
             return
-        for rank, late in self._unshown.items():
-            lines = [*([f"… (more in {late.cut_in})"] if late.cut_in else []), *late.lines]
+        late: dict[int, list[str]] = {}
+        for at, (rank, log, since) in enumerate(self._logs):
+            if (size := log.size()) > since:
+                lines = last_lines(log, _MAX_LATE_LINES + 1, since=since).splitlines()
+                cut = [f"… (more in {log.name})", *lines[-_MAX_LATE_LINES:]]
+                late.setdefault(rank, []).extend(cut if len(lines) > _MAX_LATE_LINES else lines)
+                self._logs[at] = rank, log, size
+        for rank, lines in late.items():
             said = "\n".join(f"    {line}" for line in lines)
             view.on(Note(f"rank {rank} has printed this since its last cell ended:\n{said}"))
-        self._unshown.clear()
-
-    def _read(self, rank: int, log: Log, since: int) -> int:
-        size = log.size()
-        if size > since:
-            late = self._unshown.setdefault(rank, _Unshown())
-            late.lines += last_lines(log, _MAX_LATE_LINES + 1, since=since).splitlines()
-            if len(late.lines) > _MAX_LATE_LINES:
-                late.cut_in = str(log.name)
-            late.lines = late.lines[-_MAX_LATE_LINES:]
-        return max(size, since)
 
 
 def _first_drop(rank: RankOutput) -> str:

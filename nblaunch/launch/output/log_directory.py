@@ -39,7 +39,6 @@ _referenced: weakref.WeakValueDictionary[Path, LaunchFiles] = weakref.WeakValueD
 
 
 def is_referenced(directory: Path) -> bool:
-    """Return True if something in this process refers to this log directory."""
     return directory in _referenced
 
 
@@ -48,10 +47,6 @@ class LaunchFiles:
 
     A lock on the directory tells other kernels. Of finished launches only the latest `MAX_FINISHED_LOCKS` keep theirs;
     the others are safe from this kernel's pruning only.
-
-    Attributes:
-        directory: The absolute path.
-        is_finished: True once no rank writes there.
     """
 
     def __init__(self, directory: Path, lock: int | None) -> None:
@@ -66,11 +61,7 @@ class LaunchFiles:
 
     @classmethod
     def create(cls, launch_id: str) -> LaunchFiles:
-        """Create and lock a directory that only this user can read.
-
-        Raises:
-            StartError: See `state_root`.
-        """
+        """Create and lock a directory that only this user can read."""
         root = state_root()
         while True:
             directory = root / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}Z-{launch_id}"
@@ -96,7 +87,6 @@ class LaunchFiles:
         return rank_file(self.directory, rank, "err")
 
     def spool(self, rank: int) -> Path:
-        """Return the path of the rank's reports, as JSON lines."""
         return rank_file(self.directory, rank, "spool")
 
     def close(self) -> None:
@@ -222,13 +212,7 @@ def is_shared(found: os.stat_result, user: int) -> bool:
 
 
 def objection(found: os.stat_result, user: int, own_group: int | None = None) -> str:
-    """Return why a directory is unsafe for the logs of `user`, or an empty string if it is safe.
-
-    Args:
-        found: The status of the directory.
-        user: The uid.
-        own_group: The gid of the group whose only member is `user`, if there is one.
-    """
+    """Return why a directory is unsafe for the logs of `user`, or an empty string. Only `user` is in `own_group`."""
     if not stat.S_ISDIR(found.st_mode):
         return "it is not a directory"
     if found.st_uid not in (0, user):
@@ -262,11 +246,8 @@ _sizes: dict[Path, int] = {}
 def prune(max_launches: int = MAX_LAUNCHES, max_bytes: int = MAX_BYTES) -> None:
     """Remove this user's oldest log directories; leave those that cannot be removed.
 
-    The newest launch, running launches, and launches that their kernel still refers to are never removed.
-
-    Args:
-        max_launches: How many launches to keep, and how many cells of sessions.
-        max_bytes: The total size to keep, without the newest launch and those that this process refers to.
+    The newest launch, running launches, and launches that their kernel still refers to are never removed, nor do they
+    count towards `max_bytes`. `max_launches` are kept, and as many cells of sessions.
     """
     try:
         root = state_root()

@@ -78,7 +78,6 @@ def number_of(name: str, value: float) -> str:
 
 
 def formatted(value: float, kind: Kind) -> str:
-    """Format a value of this kind."""
     if not math.isfinite(value) or not kind:
         return number(value)
     if kind == "lr":
@@ -101,12 +100,10 @@ class Chart:
 
     @property
     def direction(self) -> Direction:
-        """Which way is better."""
         return direction(self.names[0])
 
     @property
     def kind(self) -> Kind:
-        """How to write the values."""
         return kind(self.names[0])
 
 
@@ -136,13 +133,7 @@ class ChartPlan:
             self.add(name, x, source)
 
     def add(self, name: str, x: float, source: Hashable) -> bool:
-        """Add a reported value. Return True if the charts have changed.
-
-        Args:
-            name: The metric.
-            x: Its step.
-            source: What reports it in order, such as a rank.
-        """
+        """Add a value that `source`, such as a rank, reports in order. Return True if the charts have changed."""
         is_new = name not in self._latest
         self._latest[name] = x
         if is_new:

@@ -217,7 +217,6 @@ class _Row:
         self.left_out = 0
 
     def write(self, text: str, colour: str) -> None:
-        """Overwrite the line with `text` at the cursor."""
         for at in range(0, len(text), _MAX_LENGTH):
             chunk = text[at : at + _MAX_LENGTH]
             self.cells += [" "] * (self.cursor - len(self.cells))  # the cursor has moved from another row
@@ -252,15 +251,7 @@ class _Row:
 class Excerpt:
     """The first and last lines of a burst of output, and the size of the gap between them.
 
-    Args:
-        head_bytes: The maximum size of the first lines.
-        tail_bytes: The maximum size of the last lines.
-        tail_lines: The maximum number of last lines. Default: None, no limit.
-        prefix: Precedes each line. It counts towards the limits, but not towards the gap.
-
-    Attributes:
-        left_lines: The number of lines in the gap.
-        left_bytes: The size of the gap.
+    The prefix of each line counts towards the limits, but not towards the gap.
     """
 
     def __init__(self, head_bytes: int, tail_bytes: int, tail_lines: int | None = None, prefix: str = "") -> None:
@@ -283,7 +274,6 @@ class Excerpt:
         return "".join(f"{self._prefix}{line}\n" for line in (*self.head, *gaps, *self.tail))
 
     def add(self, line: str) -> None:
-        """Append a line."""
         head_bytes, tail_bytes, tail_lines = self._most
         size = self._cost(line)
         if not (self.tail or self.left_bytes) and self._head_size + size <= head_bytes:
@@ -345,7 +335,6 @@ def shorten(line: str) -> str:
 
 
 def without_colours(text: str) -> str:
-    """Return `text` without colour sequences."""
     return _SGR.sub("", text) if "\x1b" in text else text
 
 
