@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch.engines.protocol import Workers
-from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.views import (
     Begun,
     Controls,
@@ -97,8 +96,6 @@ class PanelView(View):
         """Guards the state and the display. Never held during a wait."""
         self._state = PanelState(0)
         self._info: LaunchInfo | None = None
-        self._files: list[LaunchFiles | None] = []
-        """The files of every attempt: the page may request any of them."""
         self._workers: Workers | None = None
         """The ranks of the present attempt."""
         self._controls: Controls | None = None
@@ -152,7 +149,6 @@ class PanelView(View):
             if self._info is None:
                 self._state = PanelState(info.world_size)
             self._info = info
-            self._files.append(info.files)
             self._state.start(info)
             for entry in self._outputs.clear():
                 self._state.set_outputs(entry)

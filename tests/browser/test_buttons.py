@@ -63,17 +63,6 @@ def test_stop_ends_the_ranks_of_a_cell_that_blocks(lab: Lab, kernel: str, raised
     lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
 
 
-def test_the_interrupt_button_stops_the_ranks_and_the_kernel_goes_on(lab: Lab) -> None:
-    waits = "import time\nprint('begun', flush=True)\nwhile True:\n    time.sleep(0.01)"
-    lab.run(f"%%distributed -n 2 --stop-grace {GRACE}\n{waits}", "40 + 2")
-    lab.log_says("begun")
-    lab.page.click('[data-command="notebook:interrupt-kernel"], jp-button[title*="Interrupt"]')
-    lab.output("KeyboardInterrupt").wait_for()
-    lab.wait_for_state("stopped")
-    lab.run_cell(2)
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
-
-
 def test_stop_shows_a_countdown_while_a_checkpoint_finishes(lab: Lab) -> None:
     go = lab.folder / "go"
     lab.run(f"from pathlib import Path\ngo = Path({str(go)!r}){SAVES}")
@@ -88,7 +77,7 @@ def test_stop_shows_a_countdown_while_a_checkpoint_finishes(lab: Lab) -> None:
     lab.log_says("saved")
 
 
-def test_a_second_click_kills_ranks_that_do_not_obey(lab: Lab) -> None:
+def test_stacks_show_ranks_that_only_a_second_click_kills(lab: Lab) -> None:
     ignores = f"""
 import time
 def ignores():
@@ -102,6 +91,9 @@ notebook_launcher(ignores, num_processes=2, stop_grace={GRACE})
 """
     lab.run(ignores)
     lab.log_says("begun")
+    lab.button("Stacks").click()  # while the cell blocks
+    lab.panel.locator(".nbl-stacks", has_text="time.sleep(100)").wait_for()
+    keep_picture(lab.page, "panel-stacks.png")
     lab.button("Stop").click()
     lab.log_says("not now")
     lab.button("Kill").click()
@@ -120,24 +112,6 @@ notebook_launcher(stops_itself, num_processes=2, stop_grace={GRACE})
     lab.run(silent)
     lab.log_says("begun")
     lab.page.wait_for_timeout(7000)  # longer than MAX_SILENCE_MS of the page: it now counts the launch as silent
-    lab.button("Stop").click()
-    lab.wait_for_state("stopped")
-
-
-def test_a_background_launch_is_shown_and_stopped(lab: Lab) -> None:
-    lab.run(TRAINS + f"launch = notebook_launcher(train, num_processes=2, stop_grace={GRACE}, block=False)", "40 + 2")
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
-    lab.log_says("step 40")
-    lab.button("Stop").click()
-    lab.wait_for_state("stopped")
-
-
-def test_stacks_show_what_ranks_do_while_the_cell_blocks(lab: Lab) -> None:
-    lab.run(TRAINS + f"notebook_launcher(train, num_processes=2, stop_grace={GRACE})")
-    lab.log_says("begun")
-    lab.button("Stacks").click()
-    lab.panel.locator(".nbl-stacks", has_text="time.sleep(0.02)").wait_for()
-    keep_picture(lab.page, "panel-stacks.png")
     lab.button("Stop").click()
     lab.wait_for_state("stopped")
 
@@ -163,7 +137,6 @@ def test_after_a_reload_panels_come_back_whole_with_the_kernel_free(fresh_lab: L
     assert (record.count(), record.is_visible()) == (1, False)  # the panel is in its place
 
 
-@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
 def test_restart_takes_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
     trains = TRAINS + "notebook_launcher(train, num_processes=2)"
     lab.run(trains, "notebook_launcher(lambda: 'fresh', num_processes=2)[1]")

@@ -14,7 +14,7 @@ from playwright.sync_api import Dialog
 
 from tests.browser.cells import TRAINS
 from tests.browser.conftest import SHARED, Lab, keep_picture
-from tests.browser.lab import close_documents, run_all, wait_until_idle, write_notebook
+from tests.browser.lab import run_all, wait_until_idle
 from tests.conftest import eventually
 
 DARK = "JupyterLab Dark"
@@ -55,27 +55,6 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
     assert headless.printed(notebook).splitlines()[-1].startswith("test accuracy: ")
 
 
-def test_the_text_view_shows_each_line_with_its_rank(lab: Lab) -> None:
-    prints = "notebook_launcher(lambda rank: print('I am', rank), num_processes=2, view='text')"
-    write_notebook(lab.folder / SHARED, "from nblaunch import notebook_launcher", prints)
-    lab.open(SHARED)
-    run_all(lab.page)
-    lab.output("[rank 1] I am 1").wait_for()
-    assert lab.page.locator(".nbl-root").count() == 0
-
-
-def test_the_end_of_a_launch_leaves_the_reader_where_he_is(lab: Lab) -> None:
-    lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=2)")
-    lab.log_says("step 60")
-    lab.panel.get_by_role("tab", name="rank 1").click()
-    lab.find("begun")
-    lab.wait_for_state("finished")
-    lab.page.wait_for_function("() => document.querySelectorAll('.nbl-root').length === 1")
-    assert lab.panel.get_by_role("tab", name="rank 1").get_attribute("aria-selected") == "true"
-    assert lab.panel.get_by_role("searchbox").input_value() == "begun"
-    lab.panel.locator(".nbl-line", has_text="begun").first.wait_for()
-
-
 DISPLAYS = """
 def show(rank):
     import matplotlib.pyplot as plt, pandas as pd
@@ -104,25 +83,6 @@ def test_outputs_of_ranks_are_shown_and_come_again_after_a_reload(lab: Lab) -> N
         outputs.nth(1).locator("td", has_text="1.5").wait_for()
         if not reloaded:
             keep_picture(lab.page, "outputs.png")
-
-
-def test_a_log_scrolled_out_of_the_page_continues_at_its_end(lab: Lab) -> None:
-    lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=2)")
-    lab.log_says("step 240")  # more lines than are in sight
-    lab.page.evaluate(_SCROLLED_AND_HIDDEN)
-    lab.wait_for_state("finished")
-    lab.log_says("step 380")
-    assert lab.panel.locator(".nbl-follow").is_hidden()  # it follows, and nothing more comes
-
-
-_SCROLLED_AND_HIDDEN = """async () => {
-    const log = document.querySelector(".nbl-log"), root = log.closest(".nbl-root")
-    log.scrollTop -= 1 // as a new line would: the event comes with the next frame
-    root.style.display = "none"
-    await new Promise(requestAnimationFrame)
-    await new Promise(requestAnimationFrame)
-    root.style.display = ""
-}"""
 
 
 def test_a_saved_notebook_shows_the_record_also_untrusted(fresh_lab: Lab) -> None:
@@ -188,17 +148,6 @@ def test_two_panels_with_validation_share_one_script(lab: Lab) -> None:
     assert lab.panel.locator(".nbl-log").bounding_box()["height"] < 40  # type: ignore[index]  # it is on the page
     assert lab.page.evaluate(STYLES) == 1
     keep_picture(lab.page, "validation.png")
-
-
-def test_a_notebook_that_is_opened_again_has_live_panels(lab: Lab) -> None:
-    lab.run(TRAINS + "launch = notebook_launcher(train, kwargs={'steps': 150}, num_processes=2, block=False)")
-    lab.wait_for_state("running")
-    lab.wait_for_cells()
-    lab.save()
-    assert close_documents(lab.page)
-    lab.open(SHARED)
-    lab.wait_for_state("finished")
-    lab.log_says("step 140")
 
 
 def test_nothing_that_a_rank_says_becomes_html(lab: Lab) -> None:
@@ -394,27 +343,21 @@ def _progress_and_metrics_are_shown(lab: Lab) -> None:
     lab.panel.scroll_into_view_if_needed()
 
 
-def test_everything_is_reached_by_the_keyboard_and_has_a_name(lab: Lab) -> None:
-    lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 100}, num_processes=2)")
-    lab.wait_for_state("finished")
-    nameless = lab.panel.locator("button, input, [role=tab], [role=progressbar]").evaluate_all(
-        """all => all.filter(e => !e.hidden && !(e.ariaLabel || e.textContent.trim() || e.title || e.placeholder))
-                     .map(e => e.outerHTML)"""
-    )
-    assert nameless == []
-    tab = lab.panel.get_by_role("tab").first
-    tab.focus()
-    lab.page.keyboard.press("ArrowRight")
-    assert lab.panel.get_by_role("tab").nth(1).get_attribute("aria-selected") == "true"
-
-
-def test_the_panel_stays_alive_in_the_place_of_the_record(lab: Lab) -> None:
+def test_the_panel_stays_alive_and_accessible_in_the_place_of_the_record(lab: Lab) -> None:
     trains = TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)"
     lab.run(trains, "notebook_launcher(int)")
     lab.wait_for_state("finished")
     record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").first
     record.wait_for(state="hidden")
     assert lab.panel.get_by_role("tab").count() == 3
+    nameless = lab.panel.locator("button, input, [role=tab], [role=progressbar]").evaluate_all(
+        """all => all.filter(e => !e.hidden && !(e.ariaLabel || e.textContent.trim() || e.title || e.placeholder))
+                     .map(e => e.outerHTML)"""
+    )
+    assert nameless == []
+    lab.panel.get_by_role("tab").first.focus()
+    lab.page.keyboard.press("ArrowRight")
+    assert lab.panel.get_by_role("tab").nth(1).get_attribute("aria-selected") == "true"
     box, cell = lab.panel.bounding_box(), lab.page.locator(".jp-CodeCell .jp-InputArea-editor").nth(1).bounding_box()
     assert box
     assert cell

@@ -8,14 +8,12 @@ import pytest
 from playwright.sync_api import WebSocket
 
 from tests.browser.cells import TRAINS
-from tests.browser.conftest import LAB, NO_SUBSHELLS, NOTEBOOK, Lab, keep_picture
+from tests.browser.conftest import LAB, NO_SUBSHELLS, Lab, keep_picture
 
 pytestmark = pytest.mark.alone  # other tests must not take a part of these seconds
 
 
-@pytest.mark.parametrize(
-    "served", [LAB, NO_SUBSHELLS, NOTEBOOK], ids=["lab", "without subshells", "notebook"], indirect=True
-)
+@pytest.mark.parametrize("served", [LAB, NO_SUBSHELLS], ids=["lab", "without subshells"], indirect=True)
 def test_a_reload_restores_the_panel_of_a_blocking_cell(fresh_lab: Lab) -> None:
     lab = fresh_lab
     trains = f"from nblaunch.errors import LaunchStoppedError\n{TRAINS}"

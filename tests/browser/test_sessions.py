@@ -7,11 +7,10 @@ import os
 import re
 import signal
 
-import pytest
 from playwright.sync_api import TimeoutError as TooLateError
 from playwright.sync_api import expect
 
-from tests.browser.conftest import LAB, NOTEBOOK, Lab, keep_picture
+from tests.browser.conftest import Lab, keep_picture
 from tests.conftest import LONG, eventually
 
 CELLS = (
@@ -39,7 +38,6 @@ def tab_offers(lab: Lab, begun: str, *names: str) -> bool:
     return all(item.is_visible() for item in offered)
 
 
-@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
 def test_a_session_shows_its_values_queue_names_and_deaths(lab: Lab) -> None:
     lab.page.set_viewport_size({"width": 1280, "height": 2400})  # JupyterLab removes cells that are out of sight
     lab.run("import torch", *CELLS)
