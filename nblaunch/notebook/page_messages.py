@@ -16,7 +16,6 @@ from nblaunch.launch.views import RankState, Stream
 from nblaunch.machine.usage import Unit
 
 LaunchState = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
-Action = Literal["stop", "kill", "stacks"]
 
 
 # ------------------------------------------------------------------ parts of messages
@@ -284,10 +283,11 @@ ToPage = Delta | Snapshot | Acknowledged | RecordText
 # ------------------------------------------------------------------ from the page
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A click on a button of the panel."""
+    """A click on a button; "record": the page writes it into the notebook; "look": at this rank's debugger."""
 
-    kind: Action
+    kind: Literal["stop", "kill", "stacks", "record", "look"]
     launch: str
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,24 +299,7 @@ class Resync:
     logs: Sequence[LogEnd]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordRequest:
-    """The page asks for the record, and writes it into the notebook."""
-
-    kind: Literal["record"] = "record"
-    launch: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookRequest:
-    """The user looks at a rank: its debugger opens in the cell, or for who waits for the launch."""
-
-    kind: Literal["look"] = "look"
-    launch: str
-    rank: int
-
-
-FromPage = Request | Resync | RecordRequest | LookRequest
+FromPage = Request | Resync
 
 
 def to_content(message: ToPage | PanelInfo | OutputContent) -> dict[str, Any]:
@@ -328,17 +311,15 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
     """Return the message of a page; None if it is malformed or of an unknown kind."""
     try:
         match content["kind"]:
-            case "stop" | "kill" | "stacks" as kind:
+            case "stop" | "kill" | "stacks" | "record" as kind:
                 return Request(kind, str(content["launch"]))
+            case "look" if (rank := int(content["rank"])) >= 0:
+                return Request("look", str(content["launch"]), rank)
             case "resync":
                 ends = [
                     LogEnd(int(attempt), int(rank), stream, int(end)) for attempt, rank, stream, end in content["logs"]
                 ]
                 return Resync(request=int(content["request"]), logs=ends)
-            case "record":
-                return RecordRequest(launch=str(content["launch"]))
-            case "look" if (rank := int(content["rank"])) >= 0:
-                return LookRequest(launch=str(content["launch"]), rank=rank)
     except (KeyError, TypeError, ValueError):
         return None
     return None

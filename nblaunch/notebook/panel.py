@@ -46,9 +46,7 @@ from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.page_messages import (
     Acknowledged,
     Delta,
-    LookRequest,
     PanelInfo,
-    RecordRequest,
     RecordText,
     Request,
     Resync,
@@ -377,33 +375,29 @@ class PanelView(View):
                 with self._lock:
                     self._resyncs.append(resync)
                     self._send_in_background()
-            case RecordRequest() as request if self._is_of(request.launch):
-                with self._lock:
-                    self._needs_record = True
-                    self._send_in_background()
-                    if self._over.is_set():
-                        self._is_recorded.set()
-            case Request() as request:
-                self._obey(request)
-            case LookRequest(rank=rank) as request if self._is_of(request.launch):
-                controls = self._controls
-                if controls is not None:
-                    controls.console.look(rank)
+            case Request(kind, launch, rank) if self._info is not None and self._info.launch_id == launch:
+                if kind == "record":
+                    with self._lock:
+                        self._needs_record = True
+                        self._send_in_background()
+                        if self._over.is_set():
+                            self._is_recorded.set()
+                else:
+                    self._obey(kind, launch, rank or 0)
 
-    def _is_of(self, launch: str) -> bool:
-        """Return True if a request is for this launch: the page may show several."""
-        return self._info is not None and self._info.launch_id == launch
-
-    def _obey(self, request: Request) -> None:
+    def _obey(self, kind: str, launch: str, rank: int) -> None:
         controls, widget = self._controls, self._widget
-        if widget is None or not self._is_of(request.launch):
-            return
         done = controls is None or controls.done
-        if controls is not None and not done:
-            {"stop": controls.stop, "kill": controls.kill, "stacks": controls.ask_stacks}[request.kind]()
-        if request.kind != "stacks":
-            action = "done" if done else request.kind
-            widget.send(to_content(Acknowledged(action=action, launch=request.launch)))
+        match kind:
+            case "look" if controls is not None:
+                controls.console.look(rank)
+            case "stacks" if controls is not None and not done:
+                controls.ask_stacks()
+            case "stop" | "kill" if widget is not None:
+                if controls is not None and not done:
+                    controls.kill() if kind == "kill" else controls.stop()
+                action: Any = "done" if done else kind
+                widget.send(to_content(Acknowledged(action=action, launch=launch)))
 
 
 def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:

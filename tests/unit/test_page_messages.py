@@ -14,9 +14,7 @@ from nblaunch.notebook.page_messages import (
     LineEntry,
     LogEnd,
     LogPart,
-    LookRequest,
     PointEntry,
-    RecordRequest,
     Request,
     Resync,
     StateEntry,
@@ -59,8 +57,8 @@ def test_a_message_has_the_parts_that_are_set() -> None:
             {"kind": "resync", "request": 4, "logs": [[0, 1, "err", 9]]},
             Resync(request=4, logs=[LogEnd(0, 1, "err", 9)]),
         ),
-        ({"kind": "record", "launch": "L1"}, RecordRequest(launch="L1")),
-        ({"kind": "look", "launch": "L1", "rank": 1}, LookRequest(launch="L1", rank=1)),
+        ({"kind": "record", "launch": "L1"}, Request("record", "L1")),
+        ({"kind": "look", "launch": "L1", "rank": 1}, Request("look", "L1", 1)),
     ],
 )
 def test_the_messages_of_a_page_are_read(content: dict[str, Any], message: FromPage) -> None:

@@ -121,25 +121,17 @@
  * @property {"record"} kind
  * @property {string} html
  * @property {string} text */
-/** A click on a button of the panel.
+/** A click on a button; "record": the page writes it into the notebook; "look": at this rank's debugger.
  * @typedef {object} Request
- * @property {"stop" | "kill" | "stacks"} kind
- * @property {string} launch */
+ * @property {"stop" | "kill" | "stacks" | "record" | "look"} kind
+ * @property {string} launch
+ * @property {number} [rank] */
 /** The page may have missed messages: it asks for a snapshot, and for the logs from these ends.
  * @typedef {object} Resync
  * @property {"resync"} kind
  * @property {number} request
  * @property {LogEnd[]} logs */
-/** The page asks for the record, and writes it into the notebook.
- * @typedef {object} RecordRequest
- * @property {"record"} kind
- * @property {string} launch */
-/** The user looks at a rank: its debugger opens in the cell, or for who waits for the launch.
- * @typedef {object} LookRequest
- * @property {"look"} kind
- * @property {string} launch
- * @property {number} rank */
 /** @typedef {Delta | Snapshot | Acknowledged | RecordText} ToPage */
-/** @typedef {Request | Resync | RecordRequest | LookRequest} FromPage */
+/** @typedef {Request | Resync} FromPage */
 
 export {};
