@@ -125,10 +125,13 @@ def test_a_large_payload_is_noted_among_the_lines(page: Page) -> None:
 
 
 @pytest.mark.parametrize("click", ["stop", "kill"])
-def test_a_click_stops_the_launch_while_its_cell_blocks(page: Page, click: str) -> None:
+def test_clicks_show_stacks_and_stop_the_launch_while_its_cell_blocks(page: Page, click: str) -> None:
     request = page.start(WAITS + "notebook_launcher(waits, num_processes=2)")
     page.take_until(lambda: page.log(0) and page.log(1))
     page.new_subshell()
+    page.send(kind="stacks", launch=page.state["info"]["launch"])
+    page.take_until(lambda: page.part("stacks"))
+    assert ["waits" in stack for _, stack in page.part("stacks")["ranks"]] == [True, True]
     page.send(kind=click, launch=page.state["info"]["launch"])
     page.take_until(lambda: request in page.idle, limit=10)
     page.take_until(lambda: page.status == "stopped")
@@ -154,19 +157,14 @@ def test_late_clicks_without_subshells_affect_no_later_launch(
     page.kernel.run("second.kill(); second.wait()").check()
 
 
-def test_a_panel_whose_launch_has_ended_answers_that(page: Page) -> None:
-    page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
-    page.take_until(lambda: page.panel)
-    page.send(kind="stop", launch=page.state["info"]["launch"])
-    page.take_until(lambda: page.of("acknowledged"))
-    assert page.of("acknowledged")[0]["action"] == "done"
-
-
-def test_only_the_record_stays_and_it_names_its_panel(page: Page) -> None:
+def test_of_an_ended_launch_the_record_stays_and_its_panel_answers(page: Page) -> None:
     page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
     page.take_until(lambda: page.panel)
     assert WIDGET not in page.displays[-1]  # a notebook that is opened with another kernel would find no widget
     assert f'class="nblaunch-{page.state["info"]["launch"]} ' in page.displays[-1]["text/html"]
+    page.send(kind="stop", launch=page.state["info"]["launch"])
+    page.take_until(lambda: page.of("acknowledged"))
+    assert page.of("acknowledged")[0]["action"] == "done"
 
 
 def test_a_page_gets_the_record_and_a_later_cell_displays_it(page: Page) -> None:
@@ -292,20 +290,6 @@ notebook_launcher(fails, num_processes=2)
     assert "Traceback (most recent call last):" in page.tracebacks[1]
 
 
-def test_stacks_come_to_the_page_while_the_cell_blocks(page: Page) -> None:
-    request = page.start(WAITS + "notebook_launcher(waits, num_processes=2)")
-    page.take_until(lambda: page.log(0) and page.log(1))
-    page.new_subshell()
-    launch = page.state["info"]["launch"]
-    page.send(kind="stacks", launch=launch)
-    page.take_until(lambda: page.part("stacks"))
-    ranks = dict(page.part("stacks")["ranks"])
-    assert sorted(ranks) == [0, 1]
-    assert "waits" in ranks[1]
-    page.send(kind="kill", launch=launch)
-    page.take_until(lambda: request in page.idle)
-
-
 def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> None:
     code = PRINTS + "\nfor _ in range(30): notebook_launcher(prints, args=(200,), num_processes=1)"
     page.run(code)
@@ -377,20 +361,14 @@ def test_an_anywidget_that_is_broken_leaves_the_text_view(tmp_path: Path) -> Non
         assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text
 
 
-def test_captured_output_is_text(page: Page) -> None:
-    page.kernel.run("%%capture said\nnotebook_launcher(lambda: print('hello'), num_processes=1)").check()
+def test_what_no_page_can_show_is_text(page: Page) -> None:
+    says = "notebook_launcher(lambda: print('hello'), num_processes=1"
+    page.kernel.run(f"%%capture said\n{says})").check()
     assert "[rank 0] hello" in page.kernel.ask("said.stdout")
-
-
-@pytest.mark.parametrize("view", ["text", "none"])
-def test_another_view_makes_no_panel(page: Page, view: str) -> None:
-    page.run(f"notebook_launcher(lambda: print('hello'), num_processes=1, view={view!r})")
+    for view in ("text", "none"):
+        page.run(f"{says}, view={view!r})")
+    page.kernel.run("import sys; known, sys.modules['anywidget'] = sys.modules['anywidget'], None").check()
+    assert "[rank 0] hello" in page.kernel.run(f"{says})").check().text  # without anywidget
+    page.kernel.run("sys.modules['anywidget'] = known").check()
     assert page.panel == ""
     assert page.displays == []
-
-
-def test_without_anywidget_the_text_view_serves() -> None:
-    hide = "import sys\nsys.modules['anywidget'] = None\n%load_ext nblaunch\nfrom nblaunch import notebook_launcher"
-    with running_kernel(NBLAUNCH_VIEW="auto") as kernel:
-        kernel.run(hide).check()
-        assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text

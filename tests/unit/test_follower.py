@@ -87,9 +87,9 @@ def test_of_a_flood_the_first_and_the_last_lines_are_read(log: Path, printed: Pr
     assert lines[gap:] == [lines[gap], *(f"line {number:04}" for number in range(925, 1000))]
     os.truncate(log, 70 << 20)  # a hole: it takes no room
     append(log, b"\nend\n")
-    assert look(printed, backlog=80).lines[1].startswith("… 73,")
+    assert look(printed, backlog=80).lines[0].startswith("… 73,")
     append(log, b"begin " + b"x" * 100_000 + b" end")
-    (shown,) = [*look(printed, backlog=1000).lines[:1]]
+    shown, _ = look(printed, backlog=1000).lines
     assert shown.startswith("begin xx")
 
 
