@@ -82,11 +82,8 @@ class _RankReports:
 class TextView(View):
     """Shows a launch as text: the lines of each rank after a ``[rank 1]`` prefix, and a status line below them.
 
-    Args:
-        write: Sends one message of text to "out" or "err".
-        is_terminal: Fit the status to the terminal's width, because a wrapped line cannot be cleared. Default: False.
-        clock: Returns seconds. Default: ``time.monotonic``.
-        status: Show the status line. Requires an output that honours carriage returns. Default: True.
+    In a terminal the status line has its width, because a wrapped line cannot be cleared. It requires an output that
+    honours carriage returns.
     """
 
     def __init__(

@@ -120,13 +120,9 @@ def summarise(
     best: Mapping[str, Point] | None = None,
     numbered: Collection[str] = (),
 ) -> list[list[Summary]]:
-    """Summarise the metrics with points, as they are drawn: a list for each chart.
+    """Summarise the metrics with points, as they are drawn: a list for each chart, by default as their names say.
 
-    Args:
-        metrics: The points of each rank.
-        charts: The names of each chart's metrics. Default: by their names and last steps.
-        best: The points that are marked as the best ones, by metric.
-        numbered: The metrics with the numbers of their reports as x.
+    `best` has the marked points; `numbered` are the metrics with the numbers of their reports as x.
     """
     if charts is None:
         plan = ChartPlan(
@@ -249,19 +245,9 @@ def line_chart(
 ) -> str:
     """Draw an SVG document on a transparent ground: a thin line for each rank and a thick one for their mean.
 
-    A rank alone has the thick line.
-
-    Args:
-        series: The points of each rank; a non-finite point leaves a gap.
-        mean: The points of the mean, or none.
-        title: Title for screen readers.
-        lines: Further lines, such as those of the validation.
-        marked: The best point of the mean, drawn as a ring.
-        kind: How to write the values. The scale of a rate begins at 0.
-        way: Which way is better: "down" allows a logarithmic scale, see `LOG_RATIO`.
-        width: In pixels.
-        height: In pixels.
-        most_points: Points of one line; see `downsampled`. Many ranks get fewer each.
+    A rank alone has the thick line. A non-finite point leaves a gap, and the best point of the mean, `marked`, is a ring.
+    The scale of a rate begins at 0; the way "down" allows a logarithmic scale, see `LOG_RATIO`. Many ranks get fewer
+    points than `most_points` each.
     """
     ranks = {
         rank: sorted(points, key=lambda point: math.inf if math.isnan(point[0]) else point[0])

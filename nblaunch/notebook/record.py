@@ -154,16 +154,7 @@ def record_of(
     tails: Sequence[RankTail] = (),
     outputs: Sequence[RankOutputs] = (),
 ) -> Record:
-    """Return the record of a launch from what its panel shows.
-
-    Args:
-        state: What the panel shows.
-        info: What is known of the launch; None before its first attempt.
-        seconds: How long it has run so far.
-        ended_at: Seconds since the epoch. Default: it still runs.
-        tails: The ends of the logs.
-        outputs: What ranks have displayed.
-    """
+    """Return the record of a launch from what its panel shows. An end of 0.0: it still runs."""
     return Record(
         name=info.name if info else "the launch",
         state=state.state.name if ended_at else "running",

@@ -145,14 +145,11 @@ _has_warned = False
 
 
 def state_root() -> Path:
-    """Create the directory of all launches if necessary, and return it.
+    """Create the directory of all launches if necessary, and return it. Raise a StartError if none is safe.
 
     It is ``$NBLAUNCH_STATE_DIR`` or ``nblaunch/launches`` in the user's state directory. Inside a sticky directory that
     all users share, such as ``/tmp``, it is a subdirectory of this user's own. If the user's state directory is
     unusable, it is a temporary directory, with one warning.
-
-    Raises:
-        StartError: No directory is writable, or other users can change it.
     """
     chosen = os.environ.get("NBLAUNCH_STATE_DIR")
     try:

@@ -113,9 +113,6 @@ class ChartPlan:
     The steps of a metric count the same as those of its family's first metric if it is reported at about the step where
     that one is: not if one counts batches and the other one epochs. A metric whose steps go back, or stand, is drawn
     alone, over the numbers of its reports.
-
-    Args:
-        points: The name, x and source of each reported value, in order of time.
     """
 
     def __init__(self, points: Iterable[tuple[str, float, Hashable]] = ()) -> None:

@@ -150,11 +150,7 @@ _WHOLE = re.compile(r"[+-]?\d{1,18}")
 
 
 def compile_patterns(value: Any) -> tuple[re.Pattern[str], ...]:
-    """Compile ``metric_patterns=value``: None, a string, a compiled pattern, or a sequence of them.
-
-    Raises:
-        ArgumentError: A pattern is invalid or has no named group for a metric; the message names it.
-    """
+    """Compile ``metric_patterns=value``: None, a string, a compiled pattern, or a sequence of them."""
     if value is None:
         return ()
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
@@ -209,14 +205,10 @@ def _bare(text: str) -> str:
 
 
 class PrintedMetrics:
-    r"""Searches printed lines: as a terminal shows them, without the middle of long ones.
+    r"""Searches printed lines. Counts those that are not empty, and those with a metric.
 
-    Runs in the supervisor's thread. Python's ``re`` holds the GIL and cannot be interrupted: a pattern that takes
-    exponential time, such as ``(?P<x>\d+)+y``, blocks the kernel.
-
-    Attributes:
-        lines: How many lines that are not empty were searched.
-        matches: How many of them had a metric.
+    Python's ``re`` holds the GIL and cannot be interrupted: a pattern that takes exponential time, such as
+    ``(?P<x>\d+)+y``, blocks the kernel.
     """
 
     def __init__(self, patterns: Sequence[re.Pattern[str]]) -> None:
