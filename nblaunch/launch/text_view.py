@@ -39,12 +39,12 @@ _MAX_EMISSION_BYTES = 40 << 10
 """Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
 _MAX_LAUNCH_BYTES = 2_000_000
 """A notebook with more text opens slowly. Beyond this, only the last lines are shown, at the end."""
-_MAX_END_BYTES = 256 << 10
 _EMIT_INTERVAL_S = 0.2
 """Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
 _MESSAGE_INTERVAL_S = 0.1
 """Minimum pause of the text view for each message sent."""
-_TAIL_LINES = 20
+_LATE_BYTES = 2 << 10
+"""Of each source, at the end."""
 _STATUS_WIDTH = 120
 _MAX_STATUS_RANKS = 3
 STARTING = "starting the ranks: they import torch and join the process group …"
@@ -120,7 +120,7 @@ class TextView(View):
                 self._wait_for("")
             case Preparing(text, cancel=None):
                 self._wait_for(text)
-                self._emit(_MAX_EMISSION_BYTES)
+                self._emit()
             case Logs(logs):
                 for log in logs:
                     self._add(_Source(log.rank, log.stream, log.path), log.lines)
@@ -191,7 +191,7 @@ class TextView(View):
             name = self._info.name if self._info else "the launch"
             closing.append(f"nblaunch: {name} {outcome.state} after {duration_text(outcome.seconds)}")
         self._add(_NBLAUNCH, closing)
-        self._emit(_MAX_END_BYTES if self._late else _MAX_EMISSION_BYTES)
+        self._emit()
 
     def _add(self, source: _Source, lines: Sequence[str]) -> None:
         if lines:
@@ -201,7 +201,7 @@ class TextView(View):
 
     def _block(self, source: _Source) -> Excerpt:
         if self._late is not None and source != _NBLAUNCH:
-            return self._late.setdefault(source, Excerpt(0, _MAX_EMISSION_BYTES, _TAIL_LINES, source.prefix))
+            return self._late.setdefault(source, Excerpt(0, _LATE_BYTES, source.prefix))
         # A block ends where another source prints. In a flood, each source has one block, with one gap.
         full = sum(excerpt.size for _, excerpt in self._blocks) > _MAX_EMISSION_BYTES
         for known, excerpt in reversed(self._blocks):
@@ -209,19 +209,19 @@ class TextView(View):
                 return excerpt
             if not full:
                 break
-        excerpt = Excerpt(_MAX_EMISSION_BYTES // 4, _MAX_EMISSION_BYTES * 3 // 4, prefix=source.prefix)
+        excerpt = Excerpt(_MAX_EMISSION_BYTES // 4, _MAX_EMISSION_BYTES * 3 // 4, source.prefix)
         self._blocks.append((source, excerpt))
         return excerpt
 
     # -------------------------------------------------------------- showing
     def _emit_if_due(self) -> None:
         if self._clock() >= self._due:
-            self._emit(_MAX_EMISSION_BYTES)
+            self._emit()
 
-    def _emit(self, max_bytes: int) -> None:
+    def _emit(self) -> None:
         text: dict[Stream, str] = {"out": "", "err": ""}
         blocks, self._blocks = self._blocks, []
-        shares = fair_shares([excerpt.size for _, excerpt in blocks], max_bytes)
+        shares = fair_shares([excerpt.size for _, excerpt in blocks], _MAX_EMISSION_BYTES)
         for (source, excerpt), share in zip(blocks, shares, strict=True):
             excerpt.cut(share)
             shown = excerpt.text(_gap_text(source, excerpt))

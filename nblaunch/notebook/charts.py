@@ -245,7 +245,7 @@ def line_chart(
 ) -> str:
     """Draw an SVG document on a transparent ground: a thin line for each rank and a thick one for their mean.
 
-    A rank alone has the thick line. A non-finite point leaves a gap, and the best point of the mean, `marked`, is a ring.
+    A rank alone has the thick line. A non-finite point leaves a gap, and `marked` is a ring at the best point.
     The scale of a rate begins at 0; the way "down" allows a logarithmic scale, see `LOG_RATIO`. Many ranks get fewer
     points than `most_points` each.
     """

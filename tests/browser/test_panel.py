@@ -301,42 +301,6 @@ _AXIS_HAS_THE_THEMES_COLOUR = """() => {
 }"""
 
 
-EVEN = """
-def measure(rank, count):
-    for step in range(30):
-        report(step=step, **dict.fromkeys(["loss", "accuracy", "f1", "lr", "samples_per_second"][:count], 2.0 ** -step))
-        if count > 3 and step % 10 == 9:
-            report(step=step, valid_loss=1.0, epoch_loss=0.5 + rank)
-for count in range(1, 6):
-    notebook_launcher(measure, kwargs={"count": count}, num_processes=2)
-"""
-
-
-def test_charts_fill_even_rows_at_every_width(lab: Lab) -> None:
-    lab.run(EVEN)
-    lab.wait_for_cells()
-    for width in (600, 800, 1000, 1200, 1400):
-        lab.page.set_viewport_size({"width": width, "height": 1000})
-        lab.page.wait_for_function(_ROWS_ARE_EVEN)
-
-
-_ROWS_ARE_EVEN = """() => {
-    const panels = [...document.querySelectorAll(".nbl-charts")];
-    return panels.length === 5 && panels.every((charts, at) => {
-        const rows = {}, whole = charts.getBoundingClientRect();
-        for (const card of charts.children) {
-            const box = card.getBoundingClientRect();
-            (rows[Math.round(box.top)] ??= []).push(box);
-        }
-        const all = Object.values(rows), sizes = all.map(row => row.length);
-        return charts.children.length === at + 1 && Math.max(...sizes) - Math.min(...sizes) <= 1 && all.every(row =>
-            Math.abs(row.at(-1).right - whole.right) < 2 && row.every(box => box.width > 200 || row.length === 1)
-            && Math.max(...row.map(box => box.height)) - Math.min(...row.map(box => box.height)) < 1)
-            && [...charts.querySelectorAll(".nbl-values")].every(line => line.scrollHeight < 40)
-    })
-}"""
-
-
 def _progress_and_metrics_are_shown(lab: Lab) -> None:
     assert lab.panel.get_by_role("progressbar").count() == 8
     assert lab.panel.locator(".nbl-card .nbl-metric-name").all_inner_texts() == ["loss", "accuracy"]

@@ -254,13 +254,13 @@ class Excerpt:
     The prefix of each line counts towards the limits, but not towards the gap.
     """
 
-    def __init__(self, head_bytes: int, tail_bytes: int, tail_lines: int | None = None, prefix: str = "") -> None:
+    def __init__(self, head_bytes: int, tail_bytes: int, prefix: str = "") -> None:
         self.head: list[str] = []
         self.tail: deque[str] = deque()
         self.left_lines = 0
         self.left_bytes = 0
         self._head_size = self._tail_size = 0
-        self._most = (head_bytes, tail_bytes, tail_lines)
+        self._most = head_bytes, tail_bytes
         self._prefix = prefix
 
     @property
@@ -274,7 +274,7 @@ class Excerpt:
         return "".join(f"{self._prefix}{line}\n" for line in (*self.head, *gaps, *self.tail))
 
     def add(self, line: str) -> None:
-        head_bytes, tail_bytes, tail_lines = self._most
+        head_bytes, tail_bytes = self._most
         size = self._cost(line)
         if not (self.tail or self.left_bytes) and self._head_size + size <= head_bytes:
             self.head.append(line)
@@ -282,7 +282,7 @@ class Excerpt:
             return
         self.tail.append(line)
         self._tail_size += size
-        while self._tail_size > tail_bytes or (tail_lines is not None and len(self.tail) > tail_lines):
+        while self._tail_size > tail_bytes:
             self._leave_out_of_tail()
 
     def cut(self, max_bytes: int) -> None:
