@@ -43,7 +43,7 @@ _EMIT_INTERVAL_S = 0.2
 """Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
 _MESSAGE_INTERVAL_S = 0.1
 """Minimum pause of the text view for each message sent."""
-_LATE_BYTES = 2 << 10
+_LATE_BYTES = 5 << 10
 """Of each source, at the end."""
 _STATUS_WIDTH = 120
 _MAX_STATUS_RANKS = 3

@@ -29,8 +29,6 @@ _MAX_BACKLOG_BYTES = 2 << 20
 """Unread bytes of all logs together; more are skipped, up to the last ones."""
 _LINE_START_BYTES = 64 << 10
 """Searched for the first line after skipped bytes."""
-_BARS = 8
-"""Rows of nested progress bars."""
 _MAX_RECORD_BYTES = 1 << 20
 _RECORDS_BLOCK_BYTES = 1 << 17
 """Of a spool, parsed at a time: parsed records take ten times their bytes."""
@@ -45,7 +43,7 @@ class PrintedLog:
         self.rank, self.stream, self.log = rank, stream, log
         self.at = self._size = 0
         self._opened = log.open()
-        self._assembler = LineAssembler(_BARS)
+        self._assembler = LineAssembler()
 
     def grow(self) -> int:
         """Look at the size of the log. Return how many bytes are unread."""

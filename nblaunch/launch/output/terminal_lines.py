@@ -19,6 +19,8 @@ from nblaunch.engines.protocol import Log
 _END_LENGTH = 2000
 """Characters kept at each end of a long line."""
 _MAX_LENGTH = 2 * _END_LENGTH
+_BARS = 8
+"""Rows that the cursor can be in, for nested progress bars."""
 _MAX_ESCAPE_LENGTH = 80
 """Bounds an incomplete escape sequence; see the repeat counts in the patterns."""
 
@@ -57,15 +59,11 @@ class LineAssembler:
     characters are dropped. Colours are kept: each line sets its own and resets them at its end. A long line keeps its
     first and last 2,000 characters, in bounded memory.
 
-    Args:
-        reach: Rows that the cursor can be in, for nested progress bars. Default: 1, it does not move up.
-
     Attributes:
         retracted: How many lines of earlier calls the last `feed` takes back, because the cursor has moved up to them.
     """
 
-    def __init__(self, reach: int = 1) -> None:
-        self._reach = reach
+    def __init__(self) -> None:
         self.retracted = 0
         self._reset()
 
@@ -78,7 +76,7 @@ class LineAssembler:
         """Rows that may still change: more than one once the cursor has moved up."""
         self._ends = 0
         """Line ends since then."""
-        self._recent: deque[str] = deque(maxlen=self._reach)
+        self._recent: deque[str] = deque(maxlen=_BARS)
         self._lines: list[str] = []
         self._colour = ""
         self._pending = ""
@@ -148,10 +146,8 @@ class LineAssembler:
 
     def _move(self, rows: int) -> None:
         """Move the cursor down by so many rows; up if negative, which reopens finished lines."""
-        if self._reach == 1:
-            return
         column = self._rows[self._row].cursor
-        while self._row + rows < 0 and len(self._rows) < self._reach and self._recent:
+        while self._row + rows < 0 and len(self._rows) < _BARS and self._recent:
             self._reopen()
         if rows < 0:
             self._held, self._ends = max(self._held, len(self._rows)), 0
