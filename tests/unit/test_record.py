@@ -469,7 +469,7 @@ def test_the_size_is_bounded_whatever_it_holds(line: str, ranks: int) -> None:
         hostile(line),
         tails=[RankTail(rank, (line,) * 30, True, line) for rank in range(ranks)],
         notes=[line] * 100,
-        metrics={f"{i}{line[:1000]}": noise for i in range(60)},
+        metrics={f"{i}{line[:1000]}": noise for i in range(26)},
         failure=replace(FAILURE, message=line, where=line, source=line, traceback=line * 3, others=(line,) * ranks),
     )
     html = as_html(record)
