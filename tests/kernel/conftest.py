@@ -50,7 +50,7 @@ _LAUNCHES = "__import__('nblaunch.launch.handle', fromlist=['live_launches']).li
 _FREE = "__import__('nblaunch.transfer.parcel', fromlist=['sent_data_cache']).sent_data_cache.free()"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def panel_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel that shows panels, with the extension loaded and its fork server up."""
     state = tmp_path_factory.mktemp("state")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,12 +20,14 @@ CELL = "notebook_launcher(lambda: None, engine='ssh gpu1 gpu2')"
 
 
 @pytest.fixture
-def waiting(panel_kernel: Kernel, tmp_path: Path) -> Kernel:
+def waiting(panel_kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
     """A kernel whose PATH has that `ssh`."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
-    panel_kernel.run(f"import os; os.environ['PATH'] = {str(tmp_path)!r} + ':' + os.environ['PATH']").check()
-    return panel_kernel
+    path = panel_kernel.ask("__import__('os').environ['PATH']")
+    panel_kernel.run(f"import os; os.environ['PATH'] = {f'{tmp_path}:{path}'!r}").check()
+    yield panel_kernel
+    panel_kernel.run(f"os.environ['PATH'] = {path!r}").check()
 
 
 def sleepers(kernel: Kernel) -> list[psutil.Process]:
