@@ -262,17 +262,6 @@ def test_logs_that_were_removed_are_not_taken_for_empty_ones(root: Path) -> None
         rank.text()
 
 
-def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
-    live = LaunchFiles.create("live")
-    prune()
-    append(live.out(0), b"x" * 1000)
-    live.close()
-    del live
-    newest = past_launches(1)[0]
-    prune(max_bytes=500)
-    assert list(root.iterdir()) == [newest]
-
-
 def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) -> None:
     files = LaunchFiles.create("abc")
     directory, copy = files.directory, os.dup(descriptor_of(files))
@@ -351,7 +340,6 @@ def test_unreadable_files_do_not_prevent_a_launch(root: Path, monkeypatch: pytes
     def refuse(directory: Path) -> Iterator[Path]:
         raise PermissionError(errno.EACCES, "not yours", str(directory))
 
-    monkeypatch.setattr(log_directory, "_sizes", {})
     monkeypatch.setattr(Path, "iterdir", refuse)
     prune(max_launches=2)
     monkeypatch.undo()

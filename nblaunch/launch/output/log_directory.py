@@ -38,10 +38,6 @@ _referenced: weakref.WeakValueDictionary[Path, LaunchFiles] = weakref.WeakValueD
 """The directories that this process refers to, oldest first."""
 
 
-def is_referenced(directory: Path) -> bool:
-    return directory in _referenced
-
-
 class LaunchFiles:
     """The log directory of one attempt of a launch. It is not pruned while this object lives.
 
@@ -233,14 +229,10 @@ def _own_group() -> int | None:
 
 _log = logging.getLogger(__name__)
 
-MAX_LAUNCHES = 50
-MAX_BYTES = 1 << 30
 _NAME = re.compile(r"\d{8}T\d{12}Z-.+")
-_sizes: dict[Path, int] = {}
-"""Bytes of finished launches: listing 50 directories takes milliseconds."""
 
 
-def prune(max_launches: int = MAX_LAUNCHES, max_bytes: int = MAX_BYTES) -> None:
+def prune(max_launches: int = 50, max_bytes: int = 1 << 30) -> None:
     """Remove this user's oldest log directories; leave those that cannot be removed.
 
     The newest launch, running launches, and launches that their kernel still refers to are never removed, nor do they
@@ -259,7 +251,7 @@ def prune(max_launches: int = MAX_LAUNCHES, max_bytes: int = MAX_BYTES) -> None:
     for name in reversed(names):
         directory = root / name
         age = next(ages[name.endswith(CELL_SUFFIX)])  # the cells of a session must not cost a training its logs
-        if name == names[-1] or is_referenced(directory):
+        if name == names[-1] or directory in _referenced:
             continue
         total += _size(directory)
         if age >= max_launches or total > max_bytes:
@@ -276,32 +268,19 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
 
 
 def _size(directory: Path) -> int:
-    if directory in _sizes:
-        return _sizes[directory]
-    lock = _try_lock(directory)
-    total = 0
     with suppress(OSError):  # pruned by another kernel, or unreadable
-        total = sum(entry.lstat().st_size for entry in directory.iterdir())
-    if lock is not None:  # a finished launch: its size stays
-        _sizes[directory] = total
-        launch_files.release_lock(lock)
-    return total
+        return sum(entry.lstat().st_size for entry in directory.iterdir())
+    return 0
 
 
 def _remove(directory: Path) -> None:
-    lock = _try_lock(directory)
-    if lock is None:
-        return
-    _sizes.pop(directory, None)
     try:
-        shutil.rmtree(directory, ignore_errors=True)  # the next pruning retries
-    finally:
-        launch_files.release_lock(lock)
-
-
-def _try_lock(directory: Path) -> int | None:
-    try:
-        return launch_files.acquire_lock(directory)
+        lock = launch_files.acquire_lock(directory)
     except OSError as error:
         _log.debug("nblaunch: %s cannot be locked, so it counts as in use: %s", directory, error)
-        return None
+        return
+    if lock is not None:
+        try:
+            shutil.rmtree(directory, ignore_errors=True)  # the next pruning retries
+        finally:
+            launch_files.release_lock(lock)
