@@ -11,9 +11,6 @@ from typing import Any, overload
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.terminal_lines import without_colours
 
-_NO_STEP = -(1 << 63)
-"""Marks a step that is None or does not fit into 64 bits."""
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -38,21 +35,17 @@ class Best:
 class ReportColumns(Sequence[Report]):
     """Reports in the order of arrival; each access creates a `Report`.
 
-    A report takes a few dozen bytes, where an object would take a kilobyte: reports with the same metric names share a
-    table of values, in which each report is a row.
+    A report takes a few dozen bytes, where an object would take a kilobyte.
     """
 
     def __init__(self, reports: Sequence[Report] = ()) -> None:
-        self._ranks = array("I")
-        self._times = array("d")
-        self._steps = array("q")
-        self._large_steps: dict[int, int] = {}
-        self._tables = array("I")
-        self._rows = array("I")
+        self._ranks, self._times, self._values = array("I"), array("d"), array("d")
+        self._begins = array("Q")
+        """Where the values of each report begin."""
+        self._steps: list[int | None] = []
         self._names: list[tuple[str, ...]] = []
-        """The metric names of each table."""
-        self._values: list[array[float]] = []
-        self._by_names: dict[tuple[str, ...], int] = {}
+        self._known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Reports with the same names share them."""
         self._latest: dict[int, dict[str, tuple[float, float]]] = {}
         self._best: dict[int, dict[str, Best]] = {}
         for report in reports:
@@ -60,21 +53,12 @@ class ReportColumns(Sequence[Report]):
 
     def add(self, rank: int, time: float, step: int | None, values: Mapping[str, float]) -> None:
         names = tuple(values)
-        table = self._by_names.get(names)
-        if table is None:
-            table = self._by_names[names] = len(self._names)
-            self._names.append(names)
-            self._values.append(array("d"))
-        column = self._values[table]
-        if step is not None and not _NO_STEP < step < -_NO_STEP:
-            self._large_steps[len(self)] = step
-            step = None
-        self._rows.append(len(column) // max(1, len(names)))
-        column.extend(values.values())
+        self._names.append(self._known_names.setdefault(names, names))
+        self._begins.append(len(self._values))
+        self._values.extend(values.values())
         self._ranks.append(rank)
         self._times.append(time)
-        self._steps.append(_NO_STEP if step is None else step)
-        self._tables.append(table)
+        self._steps.append(step)
         latest = self._latest.setdefault(rank, {})
         for name, value in values.items():
             if name not in latest or latest[name][0] <= time:
@@ -84,8 +68,7 @@ class ReportColumns(Sequence[Report]):
         """Mark a rank's best step by a metric. The value defaults to that of the report."""
         if value is None and metric in self._latest.get(rank, {}):
             every = reversed(range(len(self)))
-            found = (at for at in every if step in (self._steps[at], self._large_steps.get(at)))
-            values = (self[at].values for at in found if self._ranks[at] == rank)
+            values = (self[at].values for at in every if self._steps[at] == step and self._ranks[at] == rank)
             value = next((known[metric] for known in values if metric in known), None)
         best = self._best.setdefault(rank, {})[metric] = Best(step, value)
         return best
@@ -98,11 +81,9 @@ class ReportColumns(Sequence[Report]):
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = range(len(self))[index]
-        names = self._names[self._tables[at]]
-        begin = self._rows[at] * len(names)
-        values = self._values[self._tables[at]][begin : begin + len(names)]
-        step = self._steps[at] if self._steps[at] != _NO_STEP else self._large_steps.get(at)
-        return Report(self._ranks[at], self._times[at], step, dict(zip(names, values, strict=True)))
+        names, begin = self._names[at], self._begins[at]
+        values = self._values[begin : begin + len(names)]
+        return Report(self._ranks[at], self._times[at], self._steps[at], dict(zip(names, values, strict=True)))
 
     def __len__(self) -> int:
         return len(self._ranks)
