@@ -291,7 +291,7 @@ notebook_launcher(fails, num_processes=2)
 
 
 def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> None:
-    code = PRINTS + "\nfor _ in range(30): notebook_launcher(prints, args=(200,), num_processes=1)"
+    code = PRINTS + "\nfor _ in range(22): notebook_launcher(prints, args=(200,), num_processes=1)"
     page.run(code)
     kernel = page.kernel
     count = "len(__import__('ipywidgets').Widget.widgets)"
