@@ -11,6 +11,9 @@ from typing import Any, overload
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.terminal_lines import without_colours
 
+_NO_STEP = -(1 << 63)
+"""Marks a step that is None or does not fit into 64 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -42,7 +45,8 @@ class ReportColumns(Sequence[Report]):
         self._ranks, self._times, self._values = array("I"), array("d"), array("d")
         self._begins = array("Q")
         """Where the values of each report begin."""
-        self._steps: list[int | None] = []
+        self._steps = array("q")
+        self._large_steps: dict[int, int] = {}
         self._names: list[tuple[str, ...]] = []
         self._known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
         """Reports with the same names share them."""
@@ -58,7 +62,10 @@ class ReportColumns(Sequence[Report]):
         self._values.extend(values.values())
         self._ranks.append(rank)
         self._times.append(time)
-        self._steps.append(step)
+        is_large = step is not None and not _NO_STEP < step < -_NO_STEP
+        if step is not None and is_large:
+            self._large_steps[len(self._steps)] = step
+        self._steps.append(_NO_STEP if step is None or is_large else step)
         latest = self._latest.setdefault(rank, {})
         for name, value in values.items():
             if name not in latest or latest[name][0] <= time:
@@ -68,7 +75,7 @@ class ReportColumns(Sequence[Report]):
         """Mark a rank's best step by a metric. The value defaults to that of the report."""
         if value is None and metric in self._latest.get(rank, {}):
             every = reversed(range(len(self)))
-            values = (self[at].values for at in every if self._steps[at] == step and self._ranks[at] == rank)
+            values = (self[at].values for at in every if self._step(at) == step and self._ranks[at] == rank)
             value = next((known[metric] for known in values if metric in known), None)
         best = self._best.setdefault(rank, {})[metric] = Best(step, value)
         return best
@@ -83,7 +90,10 @@ class ReportColumns(Sequence[Report]):
         at = range(len(self))[index]
         names, begin = self._names[at], self._begins[at]
         values = self._values[begin : begin + len(names)]
-        return Report(self._ranks[at], self._times[at], self._steps[at], dict(zip(names, values, strict=True)))
+        return Report(self._ranks[at], self._times[at], self._step(at), dict(zip(names, values, strict=True)))
+
+    def _step(self, at: int) -> int | None:
+        return self._steps[at] if self._steps[at] != _NO_STEP else self._large_steps.get(at)
 
     def __len__(self) -> int:
         return len(self._ranks)
