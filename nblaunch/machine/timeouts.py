@@ -153,15 +153,3 @@ SIGNAL_CHECK_INTERVAL_S = 0.5
 # ------------------------------------------------------------------ notebook
 RESOURCE_SAMPLE_INTERVAL_S = 1.0
 """Pause between two samples of the ranks' CPU, memory and GPU."""
-
-# ------------------------------------------------------------------ training
-STOP_AGREEMENT_S = 2.0
-"""For the ranks of an interrupted training run to agree on their last step; usually milliseconds."""
-STOP_STEP_S = 3.0
-"""For that step to end, or twice as long as the longest one before. Then KeyboardInterrupt is raised within it."""
-MAX_STOP_STEP_S = 15.0
-"""The limit of that: ``finally`` and the checkpoint need the rest of the grace period."""
-STOP_POLL_S = 0.01
-"""Between two looks for the steps of the other ranks."""
-STOP_SIGNAL_INTERVAL_S = 0.5
-"""Before a rank whose step has not ended is interrupted again; a second interrupt that comes sooner is the first."""

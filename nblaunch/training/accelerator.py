@@ -8,8 +8,7 @@ import io
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.arguments import named_arguments, one_of, whole_number
-from nblaunch.training import checkpoint, collectives, gradients
+from nblaunch.training import checkpoint, collectives
 from nblaunch.training.collectives import exchange
 from nblaunch.training.distribute import distributed
-from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler, cast_forward
-from nblaunch.training.loader import ShardedLoader, agreed_seed, length_of, shard
+from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler, cast_forward, precision_of
+from nblaunch.training.loader import agreed_seed, length_of, shard
 from nblaunch.training.parallelism import (
+    HALF,
     Parallelism,
     clip_grad_norm,
     full_state,
@@ -91,7 +91,7 @@ class Accelerator:
             raise ArgumentError(f"dtype={given!r}: must be a floating-point or complex type, such as torch.float32")
         if parallelism is not None and not isinstance(parallelism, Parallelism):
             raise ArgumentError(f"parallelism={parallelism!r:.80}: must be a Parallelism, such as Parallelism()")
-        gradients.precision_of(mixed_precision)
+        precision_of(mixed_precision)
         self.nprocs = None if nprocs is None else whole_number("nprocs", nprocs, least=1)
         self.compute_setup = one_of("compute_setup", compute_setup, ("auto", "cpu", "gpu"))
         self.log_setup = one_of("log_setup", log_setup, ("cpu", "auto"))
@@ -123,7 +123,7 @@ class Accelerator:
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"`` or ``"bf16"``."""
-        return gradients.precision_of(self._mixed_precision)
+        return precision_of(self._mixed_precision)
 
     @property
     def rank(self) -> int:
@@ -245,7 +245,8 @@ class Accelerator:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of mixed precision. Prepared modules enter it themselves."""
-        return gradients.autocast(self.device, self.mixed_precision)
+        dtype = HALF.get(self.mixed_precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     # ------------------------------------------------------------------ collectives
     def all_reduce_dict(self, d: Mapping[Any, Any], op: str = "mean") -> dict[Any, Any]:
@@ -440,53 +441,36 @@ class Accelerator:
     def _gradients(self) -> GradientState:
         """This process's state of accumulation, made on first use."""
         if self._gradient_state is None:
-            scaler = gradients.scaler_for(self.device, self.mixed_precision)
+            is_half = self.mixed_precision == "fp16"
+            scaler = torch.amp.GradScaler(self.device.type) if is_half else None
             self._gradient_state = GradientState(self._every, scaler)
         return self._gradient_state
 
     def _preparation(self) -> Preparation:
-        """Return what prepares objects, in this process."""
         self._join()
-        return Preparation(
-            self.device,
-            self.dtype,
-            self.mixed_precision,
-            self._gradients,
-            seed=self.seed,
-            ddp_kwargs=self.ddp_kwargs,
-            parallelism=self.parallelism,
-            copies=self.copies,
-        )
+        return Preparation(self, self._gradients)
 
     @property
     def _states(self) -> SavedStates:
-        """What saves and loads the prepared objects of this process."""
         return SavedStates(self._prepared, self._registered, self._gradients, self.copies)
 
 
-@dataclass(frozen=True, slots=True)
 class Preparation:
-    """Prepares objects for one Accelerator."""
+    """Prepares objects for one Accelerator, in this process."""
 
-    device: torch.device
-    dtype: torch.dtype | None
-    precision: str
-    gradient_state: GradientState
-    seed: int | None
-    ddp_kwargs: Mapping[str, Any]
-    parallelism: Parallelism | None
-    copies: int
-    """Ranks that compute on the same samples."""
+    def __init__(self, accelerator: Accelerator, gradient_state: GradientState) -> None:
+        self.accelerator, self.gradient_state = accelerator, gradient_state
+        self.device, self.dtype = accelerator.device, accelerator.dtype
+        self.precision, self.parallelism = accelerator.mixed_precision, accelerator.parallelism
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the objects, prepared. A collective."""
         leaves = {id(leaf): leaf for leaf in tree_leaves(objects)}
         if any(isinstance(leaf, Prefetcher) for leaf in leaves.values()):
             raise ArgumentError(
                 "a Prefetcher cannot be prepared, because it reads ahead of the loader that accumulation follows: "
                 "prepare the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
             )
-        if world().rank == 0 and data_world(self.copies).is_shared:
+        if world().rank == 0 and data_world(self.accelerator.copies).is_shared:
             _warn_about_undivided(leaves.values())
         ready: dict[int, Any] = {}
         phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -508,13 +492,13 @@ class Preparation:
         """Move the module to the device and dtype; wrap it in DDP if ranks must exchange gradients."""
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
-            self.gradient_state.add_module(module)
+            self.gradient_state.modules.add(module)
             return module
         if has_sharded_parameters(module):
             self._check_divided(module)
             if is_fully_sharded(module):
-                self.gradient_state.add_module(module)
-            elif self._divides and data_world(self.copies).is_shared:
+                self.gradient_state.modules.add(module)
+            elif self._divides and data_world(self.accelerator.copies).is_shared:
                 raise ArgumentError(
                     f"prepare: the layers of the {type(module).__name__} are divided already, and parallelism would "
                     "not exchange its gradients: give the module undivided, and a plan to Parallelism(plan=...)"
@@ -526,8 +510,8 @@ class Preparation:
         cast_forward(module, self.device, self.precision)
         if not evaluates and world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
             device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
-            module = DistributedDataParallel(module, **{**device_ids, **self.ddp_kwargs})
-            self.gradient_state.add_module(module)
+            module = DistributedDataParallel(module, **{**device_ids, **self.accelerator.ddp_kwargs})
+            self.gradient_state.modules.add(module)
         return module
 
     @property
@@ -544,7 +528,6 @@ class Preparation:
         return self._divides and self.parallelism is not None and self.parallelism.sizes(world().size).is_fully_sharded
 
     def _check_divided(self, module: nn.Module) -> None:
-        """Refuse a module that was divided in part: the ranks would not exchange gradients of the rest."""
         if not self._shards_all:
             return
         whole = next((name for name, parameter in module.named_parameters() if not is_sharded(parameter)), None)
@@ -555,13 +538,12 @@ class Preparation:
             )
 
     def _divided(self, module: nn.Module) -> nn.Module:
-        """Divide the module among the ranks, in place."""
         assert self.parallelism is not None
         own = unwrapped(module)
         self._cast(own)
         cast_forward(own, self.device, self.precision)
         shard_model(own, self.parallelism, self.device, self.precision)
-        self.gradient_state.add_module(own)
+        self.gradient_state.modules.add(own)
         return module
 
     def _place(self, module: nn.Module) -> None:
@@ -579,7 +561,6 @@ class Preparation:
 
     # ------------------------------------------------------------------ optimizers and schedulers
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Move the optimizer's state to its parameters' devices; wrap it for accumulation or float16."""
         if isinstance(optimizer, SteppedOptimizer):
             if optimizer.gradient_state is self.gradient_state:
                 return optimizer
@@ -596,7 +577,7 @@ class Preparation:
         move_state(optimizer)
         if not self.gradient_state.needs_wrappers:
             return optimizer
-        self.gradient_state.add_optimizer(optimizer)
+        self.gradient_state.optimizers.add(optimizer)
         return SteppedOptimizer(optimizer, self.gradient_state)
 
     def scheduler(self, scheduler: LRScheduler) -> LRScheduler:
@@ -612,11 +593,10 @@ class Preparation:
 
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Shard the loader, and move its batches to the device and dtype."""
         moves = self.dtype is not None or self.device.type != "cpu"
         move = functools.partial(move_batch, device=self.device, dtype=self.dtype) if moves else None
-        seed = agreed_seed(loader) if self.seed is None else self.seed
-        prepared = shard(loader, seed=seed, move=move, copies=self.copies)
+        seed = agreed_seed(loader) if self.accelerator.seed is None else self.accelerator.seed
+        prepared = shard(loader, seed=seed, move=move, copies=self.accelerator.copies)
         prepared.observer = self.gradient_state
         return prepared
 
@@ -663,12 +643,10 @@ def _restore_step_tracking(scheduler: LRScheduler) -> None:
 
 
 def _warn_about_undivided(leaves: Iterable[Any]) -> None:
-    """Warn about iterables of batches that are no DataLoader, such as webdataset's or DALI's."""
     known = (nn.Module, Optimizer, LRScheduler, DataLoader, torch.Tensor, Set, io.IOBase, type)
     for leaf in leaves:
-        is_prepared = isinstance(getattr(leaf, "loader", None), ShardedLoader)  # without its first batches
         iterates = hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__")
-        if isinstance(leaf, known) or is_prepared or not (iterates or isinstance(leaf, IterableDataset)):
+        if isinstance(leaf, known) or not (iterates or isinstance(leaf, IterableDataset)):
             continue
         warn(
             f"prepare: the {type(leaf).__name__} is no DataLoader, so it is not divided: each rank iterates what it "

@@ -25,8 +25,6 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 @dataclass
 class TrainingProgress:
-    """The progress of a training run; in a checkpoint, besides the states of its parts."""
-
     epoch: int = 0
     step: int = 0
     """Optimizer steps done."""
@@ -56,7 +54,6 @@ class TrainingProgress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> TrainingProgress:
-        """Return the progress in a checkpoint."""
         return cls(**state["progress"])
 
     def monitor(self, value: float) -> bool:
@@ -70,7 +67,6 @@ class TrainingProgress:
 
 
 def rates_of(optimizer: Optimizer) -> list[float]:
-    """Return the learning rates of the optimizer's groups, before any schedule."""
     return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
@@ -86,11 +82,7 @@ def compare_rates(path: Path, wrote: list[float], optimizer: Optimizer) -> None:
 
 
 def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """Convert the results of callbacks and metrics, such as NumPy's, to floats.
-
-    Raises:
-        ArgumentError: A result is not a number.
-    """
+    """Convert the results of callbacks and metrics, such as NumPy's, to floats."""
     numbers = {}
     for name, value in results.items():
         try:
@@ -98,26 +90,6 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"results[{name!r}]={value!r:.80}: an epoch's results must be numbers") from error
     return numbers
-
-
-def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
-    """Refuse to resume from another run's checkpoint.
-
-    Args:
-        path: The checkpoint.
-        wrote: The setup in it.
-        own: The setup of this run.
-        remedy: How to train with this setup.
-
-    Raises:
-        ArgumentError: A value differs; the message names it, with the fix.
-    """
-    for name, value in own.items():
-        if wrote[name] != value:
-            raise ArgumentError(
-                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, or "
-                f"{remedy}"
-            )
 
 
 @contextlib.contextmanager
@@ -132,22 +104,13 @@ def loading(path: Path, part: str, remedy: str) -> Iterator[None]:
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
-    """Write a file atomically: a failed write leaves the previous file and no temporary one.
-
-    Args:
-        state: What ``torch.load(..., weights_only=True)`` reads: tensors, numbers, strings, and pytrees of them.
-        path: The file; its folder is made if it is missing.
-    """
+    """Write a file atomically: a failed write leaves the previous file and no temporary one."""
     with replaced(path) as scratch:
         save(state, scratch)
 
 
 def save(state: Any, path: Path) -> None:
-    """Call ``torch.save``.
-
-    Raises:
-        OSError: The file cannot be written; the message names it.
-    """
+    """Call ``torch.save``."""
     try:
         torch.save(state, path)
     except RuntimeError as error:
@@ -172,7 +135,6 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # some file systems cannot
@@ -182,16 +144,7 @@ def flush(path: Path) -> None:
 
 
 def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Read what `write` saved, to the CPU. Loading executes no code.
-
-    Args:
-        path: The file.
-        mmap: Whether tensors stay in the file until they are used.
-
-    Raises:
-        ArgumentError: The file is not there.
-        RuntimeError: The file is damaged.
-    """
+    """Read what `write` saved, to the CPU. Loading executes no code."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError:
@@ -207,18 +160,7 @@ def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     return state
 
 
-def read_progress(path: Path) -> TrainingProgress:
-    """Read the progress in a checkpoint, without its tensors."""
-    return TrainingProgress.of(read(path, mmap=True))
-
-
-def path_of(folder: Path, step: int) -> Path:
-    """Return the path of an optimizer step's checkpoint."""
-    return folder / f"step-{step}.pt"
-
-
 def step_of(path: Path) -> int:
-    """Return the optimizer step of a checkpoint that `find` returned."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
@@ -230,8 +172,6 @@ def find(folder: Path) -> list[Path]:
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that was loaded for the next `Trainer.fit`."""
-
     path: Path
     step: int
     is_continued: bool
@@ -239,12 +179,7 @@ class Loaded(NamedTuple):
 
 
 class CheckpointFolder:
-    """The checkpoints of one training run: the latest ones, and the best.
-
-    Args:
-        path: The folder; made when a run begins.
-        keep: Number of latest checkpoints to keep.
-    """
+    """The checkpoints of one training run: the latest ones, and the best."""
 
     def __init__(self, path: str | os.PathLike[str], keep: int) -> None:
         self.path, self.keep = Path(path), keep
@@ -256,20 +191,12 @@ class CheckpointFolder:
 
     @property
     def best(self) -> Path:
-        """The path of the best checkpoint."""
         return self.path / "best.pt"
 
     def begin(self, resume: bool, until: float = math.inf) -> Path | None:
         """Return the checkpoint to resume from, if any; then the existing checkpoints are this run's own.
 
         Makes the folder, claims it until `close`, and removes temporary files of writes that were killed.
-
-        Args:
-            resume: Whether to resume; if not, the first write removes all existing checkpoints.
-            until: The last step whose checkpoint counts: later ones are another run's.
-
-        Raises:
-            ArgumentError: The folder cannot be written to, or another run writes there.
         """
         self.close()
         self._claim_folder()
@@ -307,36 +234,21 @@ class CheckpointFolder:
                 launch_files.release_lock(claim)
 
     def write(self, state: Mapping[str, Any], step: int, *, is_latest: bool = True, is_best: bool = False) -> None:
-        """Write a checkpoint; then remove surplus ones and those of other runs.
-
-        Args:
-            state: As for the function `write`.
-            step: The optimizer step.
-            is_latest: Write it as the latest one.
-            is_best: Write it as the best one, which is never surplus.
-        """
+        """Write a checkpoint; then remove surplus ones and those of other runs."""
         if self._replaces_best and not is_best:
             self.best.unlink(missing_ok=True)
         self._replaces_best = False
         if is_best:  # first: the latest one names its step
             write(state, self.best)
         if is_latest:
-            path = path_of(self.path, step)
-            if not (is_best and _link(self.best, path)):
-                write(state, path)
+            path = self.path / f"step-{step}.pt"
+            with replaced(path) as scratch:
+                with contextlib.suppress(OSError):  # a file system without links
+                    if is_best:
+                        os.link(self.best, scratch)
+                if not scratch.exists():
+                    save(state, scratch)
             self.own = [*(other for other in self.own if other != path), path][-self.keep :]
             for old in find(self.path):
                 if old not in self.own:
                     old.unlink()
-
-
-def _link(source: Path, path: Path) -> bool:
-    """Give a file a second name, replacing another file of that name; return False if the file system cannot."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        os.link(source, scratch)
-    except OSError:
-        return False
-    os.replace(scratch, path)
-    flush(path.parent)
-    return True

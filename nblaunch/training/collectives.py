@@ -29,31 +29,27 @@ _FIRST_MESSAGE_BYTES = 1024
 
 
 def exchange(value: T) -> list[T]:
-    """Return every rank's value, by rank. A collective; `value` may be any object that pickles.
-
-    Calls ``torch.distributed.all_gather_object``. Without other ranks it returns ``[value]``.
-    """
+    """Return every rank's value, by rank. A collective; `value` may be any object that pickles."""
     if not world().is_shared:
         return [value]
-    ensure_group()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    return [pickle.loads(data) for data in exchange_bytes(pickle.dumps(value, protocol=5))]
 
 
 def exchange_results(action: Callable[[], T]) -> list[T]:
     """Return every rank's result of `action`, by rank. A collective; `action` must call none.
 
-    Raises:
-        Exception: On every rank, if `action` raises on one: there its own error, elsewhere one that names the rank.
+    If `action` raises on one rank, every rank raises: that one its own error, the others one that names the rank.
     """
     result: T | None = None
     error: Exception | None = None
+    described = None
     try:
         result = action()
     except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must not wait
         error = raised
-    by_rank = exchange((result, None if error is None else _described(error)))
+        kind = next((kind for kind in (ArgumentError, OSError) if isinstance(error, kind)), RuntimeError)  # known there
+        described = kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
+    by_rank = exchange((result, described))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(by_rank):
@@ -63,41 +59,30 @@ def exchange_results(action: Callable[[], T]) -> list[T]:
     return [other for other, _ in by_rank]  # type: ignore[misc]  # no rank raised
 
 
-def _described(error: Exception) -> tuple[type[Exception], str]:
-    """Return a type that every rank knows, with the error's message."""
-    kind = next((kind for kind in (ArgumentError, OSError) if isinstance(error, kind)), RuntimeError)
-    return kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
-
-
 def exchange_bytes(data: bytes) -> list[bytes]:
     """Return every rank's bytes, by rank: one collective if all are short, else two."""
     ensure_group()
     limit = _FIRST_MESSAGE_BYTES - 8
-    received = _all_gather_padded(len(data).to_bytes(8, "little") + data[:limit], _FIRST_MESSAGE_BYTES)
-    lengths = [int.from_bytes(message[:8], "little") for message in received]
+    first = _all_gather_padded(len(data).to_bytes(8, "little") + data[:limit], _FIRST_MESSAGE_BYTES)
+    messages = [tensor_to_bytes(message) for message in first]
+    lengths = [int.from_bytes(message[:8], "little") for message in messages]
     if max(lengths) <= limit:
-        return [message[8 : 8 + length] for message, length in zip(received, lengths, strict=True)]
-    messages = _all_gather_padded(data, max(lengths))
-    return [message[:length] for message, length in zip(messages, lengths, strict=True)]
+        return [message[8 : 8 + length] for message, length in zip(messages, lengths, strict=True)]
+    received = _all_gather_padded(data, max(lengths))
+    return [tensor_to_bytes(message[:length]) for message, length in zip(received, lengths, strict=True)]
 
 
-def _all_gather_padded(data: bytes, size: int) -> list[bytes]:
-    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(collective_device())
+def _all_gather_padded(data: bytes, size: int) -> list[Tensor]:
+    buffer = bytearray(size)
+    buffer[: len(data)] = data
+    own = torch.frombuffer(buffer, dtype=torch.uint8).to(collective_device())
     received = [torch.empty_like(own) for _ in range(world().size)]
     dist.all_gather(received, own)
-    return [tensor_to_bytes(message) for message in received]
+    return received
 
 
 def check_same(name: str, by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise on every rank unless all ranks passed the same keys and kinds.
-
-    Args:
-        name: The function to name in the message.
-        by_rank: For each rank its keys, each with a description of its value.
-
-    Raises:
-        ArgumentError: The ranks differ; the message says which rank lacks or has what.
-    """
+    """Raise on every rank unless all ranks passed `name` the same keys, each with the same description of its value."""
     if all(kinds == by_rank[0] for kinds in by_rank):
         return
     complaints = []
@@ -110,19 +95,12 @@ def check_same(name: str, by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
-    """Return the content of a dense tensor. Works without NumPy, which torch does not require."""
     own = tensor.cpu().contiguous().resolve_conj().resolve_neg()
     return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size()) if own.numel() else b""
 
 
 def tensor_from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Rebuild on the CPU the tensor that `tensor_to_bytes` serialized."""
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-def is_inexact(dtype: torch.dtype) -> bool:
-    """Return True for floating-point and complex types."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 _NO_BATCH: Any = object()
@@ -137,27 +115,19 @@ _MAX_INT_BITS = 63
 def gather(tree: Any, *, is_padding: bool = False) -> Any:
     """See `Accelerator.gather`. A rank with `is_padding` contributes no rows."""
     flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
-    if not world().is_shared:
-        _check_own(flat)
-        return _unflatten(tree, flat)
-    return _gather(tree, flat, _exchange_parts(_describe_all(flat, _columns)))
+    return _gather(tree, flat, exchange(_describe_all(flat, _columns)))
 
 
 def gather_for_metrics(tree: Any, *, is_padding: bool, as_objects: bool) -> Any:
     """See `Accelerator.gather_for_metrics`. If one rank passes objects, such as an empty list, all send objects."""
     flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
-    leaves = flat.values()
-    own = None
-    if not as_objects and any(isinstance(leaf, Tensor) for leaf in leaves):
-        own = (
-            None
-            if any(not isinstance(leaf, (Tensor, type(None))) for leaf in leaves)
-            else _describe_all(flat, _columns)
-        )
-    by_rank = _exchange_parts(own) if world().is_shared else [own]
+    is_tensors = any(isinstance(leaf, Tensor) for leaf in flat.values()) and all(
+        isinstance(leaf, (Tensor, type(None))) for leaf in flat.values()
+    )
+    by_rank = exchange(_describe_all(flat, _columns) if is_tensors and not as_objects else None)
     if any(parts is None for parts in by_rank):
         return _gather_objects(tree, is_padding)
-    return _gather(tree, flat, by_rank) if world().is_shared else gather(tree, is_padding=is_padding)
+    return _gather(tree, flat, by_rank)
 
 
 def _gather(tree: Any, flat: dict[str, Any], by_rank: list[Any]) -> Any:
@@ -181,6 +151,8 @@ def _rows(leaf: Any, is_padding: bool) -> Any:
 
 def _gather_tensors(tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]) -> dict[str, Tensor]:
     """Gather all tensors in one collective: their bytes concatenated, padded to the longest rank's."""
+    if len(shapes) == 1:
+        return tensors
     sizes = [
         {path: math.prod(shape[path]) * tensors[path].element_size() for path in tensors} for shape in shapes
     ]  # bytes, by rank
@@ -199,6 +171,10 @@ def _gather_tensors(tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int
         for path, piece in zip(tensors, cut, strict=True):
             pieces[path].append(piece.clone().view(tensors[path].dtype).reshape(shape[path]))
     return {path: torch.cat(parts).to(tensors[path].device) for path, parts in pieces.items()}
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
@@ -224,10 +200,7 @@ def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
     """See `Accelerator.reduce`. Of each `copies` ranks the first counts."""
     one_of("reduction", reduction, ("sum", "mean", "max"))
     flat = dict(_flatten(tree))
-    if world().is_shared:
-        _check_parts("reduce", _exchange_parts(_describe_all(flat, lambda tensor: list(tensor.shape))))
-    else:
-        _check_own(flat)
+    _check_parts("reduce", exchange(_describe_all(flat, lambda tensor: list(tensor.shape))))
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
     for path, tensor in tensors.items():
         if reduction == "max" and tensor.is_complex():
@@ -236,7 +209,7 @@ def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
 
 
 def _reduce_tensor(tensor: Tensor, reduction: str, copies: int) -> Tensor:
-    dtype, is_exact = tensor.dtype, not is_inexact(tensor.dtype)
+    dtype, is_exact = tensor.dtype, not _is_inexact(tensor.dtype)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.int64 if is_exact else dtype
     device = _common_device([tensor]) if world().is_shared else tensor.device
     total = tensor.detach().to(device=device, dtype=wide, copy=True).contiguous()
@@ -252,17 +225,6 @@ def _reduce_tensor(tensor: Tensor, reduction: str, copies: int) -> Tensor:
 
 
 # ------------------------------------------------------------------ reduce a dict
-class _Entry(NamedTuple):
-    """A value as it travels."""
-
-    kind: str
-    """``a number``, or a tensor's dtype and shape. Must be the same on all ranks."""
-    content: Any
-    """The number or the tensor's bytes; None if the value cannot be reduced."""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-
 def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device, copies: int = 1) -> dict[Any, Any]:
     """Reduce `values` over all ranks, of each `copies` the first; see `Accelerator.all_reduce_dict`.
 
@@ -271,50 +233,36 @@ def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device, co
     """
     name = str(op).lower()
     op = one_of("op", {"avg": "mean"}.get(name, name if name in _OPERATIONS else op), _OPERATIONS)
-    entries = {key: _pack(value) for key, value in values.items()}
-    if not world().is_shared:
-        by_rank = [entries]
-    else:
-        by_rank = [pickle.loads(data) for data in exchange_bytes(pickle.dumps(entries, protocol=5))]
-    for rank, part in enumerate(by_rank):
-        for key, entry in part.items():
-            if entry.content is None:
-                raise ArgumentError(
-                    f"all_reduce_dict: {key!r} on rank {rank} is {entry.kind}: "
-                    "give a float, an int64, a bool or a tensor"
-                )
-    check_same("all_reduce_dict", [{repr(key): entry.kind for key, entry in part.items()} for part in by_rank])
-    return {key: _reduce_entries([part[key] for part in by_rank[::copies]], op, key, device) for key in values}
+    by_rank = exchange({key: _pack(value) for key, value in values.items()})
+    parts = [{repr(key): part for key, part in own.items()} for own in by_rank]
+    _check_parts("all_reduce_dict", parts, "give a float, an int64, a bool or a tensor")
+    return {key: _reduce_parts([part[key] for part in by_rank[::copies]], op, key, device) for key in values}
 
 
-def _pack(value: Any) -> _Entry:
+def _pack(value: Any) -> _Part:
     if not isinstance(value, (Tensor, numbers.Number)) and getattr(value, "size", 0) == 1:
         value = value.item()  # a NumPy bool
     if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return _Entry(f"a tensor of layout {value.layout}", None)
-        name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-        return _Entry(f"a {name} tensor of shape {list(shape)}", tensor_to_bytes(value.detach()), name, shape)
+        part = _describe(value, lambda tensor: list(tensor.shape))
+        return part if part.is_wrong else part._replace(content=tensor_to_bytes(value.detach()), dtype=value.dtype)
     if isinstance(value, bool):
-        return _Entry("a number", value)
+        return _Part("a number", content=value)
     if isinstance(value, numbers.Integral):
         number = int(value)
         bits = max(number, ~number).bit_length()
-        return _Entry("a number", number) if bits <= _MAX_INT_BITS else _Entry(f"an int of {bits} bits", None)
+        return _Part("a number", content=number) if bits <= _MAX_INT_BITS else _Part(f"an int of {bits} bits", True)
     if isinstance(value, numbers.Real):
-        return _Entry("a number", float(value))
-    return _Entry(f"{value!r:.60} of type {type(value).__name__}", None)
+        return _Part("a number", content=float(value))
+    return _Part(f"{value!r:.60} of type {type(value).__name__}", True)
 
 
-def _reduce_entries(entries: Sequence[_Entry], op: str, key: Any, device: torch.device) -> Any:
-    if entries[0].dtype:
-        dtype = getattr(torch, entries[0].dtype)
+def _reduce_parts(parts: Sequence[_Part], op: str, key: Any, device: torch.device) -> Any:
+    if (dtype := parts[0].dtype) is not None:
         if dtype.is_complex and op in ("max", "min"):
             raise ArgumentError(f"op={op!r}: {key!r} is complex, and complex numbers have no order")
-        tensors = [tensor_from_bytes(entry.content, dtype, entry.shape) for entry in entries]
-        return _reduce_in_order(tensors, op).to(device)
-    widest = next(kind for kind in _NUMBER_TYPES if any(type(entry.content) is kind for entry in entries))
-    values = [widest(entry.content) for entry in entries]
+        return _reduce_in_order([tensor_from_bytes(part.content, dtype, part.shape) for part in parts], op).to(device)
+    widest = next(kind for kind in _NUMBER_TYPES if any(type(part.content) is kind for part in parts))
+    values = [widest(part.content) for part in parts]
     if op in ("sum", "mean"):
         total = sum(values)
         return total if op == "sum" else total / len(values)
@@ -336,8 +284,8 @@ def _reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
     for tensor in tensors:
         result += tensor
     if op == "mean":
-        result = result / len(tensors) if is_inexact(dtype) else result.double() / len(tensors)
-    return result if dtype == torch.bool or (op == "mean" and not is_inexact(dtype)) else result.to(dtype)
+        result = result / len(tensors) if _is_inexact(dtype) else result.double() / len(tensors)
+    return result if dtype == torch.bool or (op == "mean" and not _is_inexact(dtype)) else result.to(dtype)
 
 
 # ------------------------------------------------------------------ broadcast
@@ -389,9 +337,6 @@ def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yield batches until every rank has run out. A collective for each batch.
 
     For modules whose forward is a collective. A rank without batches repeats its last one, or another rank's.
-
-    Yields:
-        The batch, and whether it is such a repeat.
     """
     iterator, latest = iter(batches), _NO_BATCH
     while True:
@@ -418,52 +363,40 @@ def barrier() -> None:
 
 # ------------------------------------------------------------------ what each rank passes
 class _Part(NamedTuple):
-    """Description of one leaf, sent to the other ranks."""
-
     kind: str
-    shape: tuple[int, ...]
-    is_wrong: bool
+    """Must be the same on all ranks, such as a tensor's type and shape."""
+    is_wrong: bool = False
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    content: Any = None
+    """A number, or a tensor's bytes, if it travels along."""
 
 
 def _describe_all(flat: dict[str, Any], compared: Callable[[Tensor], list[int]]) -> dict[str, _Part]:
-    """Describe this rank's leaves; `compared` returns the sizes that must be equal on all ranks."""
     return {path: _describe(leaf, compared) for path, leaf in flat.items()}
 
 
-def _exchange_parts(own: dict[str, _Part] | None) -> list[Any]:
-    return [pickle.loads(data) for data in exchange_bytes(pickle.dumps(own, protocol=5))]
-
-
-def _check_parts(name: str, by_rank: Sequence[dict[str, _Part]]) -> None:
-    """Raise on every rank unless the ranks' leaves match."""
+def _check_parts(name: str, by_rank: Sequence[dict[str, _Part]], advice: str = "make it a tensor") -> None:
     for rank, parts in enumerate(by_rank):
         for path, part in parts.items():
             if part.is_wrong:
-                raise ArgumentError(f"{name}: {path} on rank {rank} is {part.kind}: make it a tensor")
+                raise ArgumentError(f"{name}: {path} on rank {rank} is {part.kind}: {advice}")
     check_same(name, [{path: part.kind for path, part in parts.items()} for parts in by_rank])
 
 
 def _describe(leaf: Any, compared: Callable[[Tensor], list[int]]) -> _Part:
     if leaf is None:
-        return _Part("None", (), False)
+        return _Part("None")
     if not isinstance(leaf, Tensor):
-        return _Part(f"a {type(leaf).__name__}", (), True)
+        return _Part(f"a {type(leaf).__name__}", True)
     if leaf.layout != torch.strided:
-        return _Part(f"a tensor of layout {leaf.layout}", (), True)
+        return _Part(f"a tensor of layout {leaf.layout}", True)
     name, sizes = str(leaf.dtype).removeprefix("torch."), compared(leaf)
     shape = ", ".join(["*"] * (leaf.dim() - len(sizes)) + [str(size) for size in sizes])
-    return _Part(f"a {name} tensor of shape [{shape}]", tuple(leaf.shape), False)
-
-
-def _check_own(flat: dict[str, Any]) -> None:
-    for path, leaf in flat.items():
-        part = _describe(leaf, lambda tensor: list(tensor.shape))
-        if part.is_wrong:
-            raise ArgumentError(f"{path} is {part.kind}: make it a tensor")
+    return _Part(f"a {name} tensor of shape [{shape}]", shape=tuple(leaf.shape))
 
 
 def _flatten(tree: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves with their paths, in the order of `tree_map`."""
     if not is_container(tree):
         yield path, tree
         return

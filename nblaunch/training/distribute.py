@@ -45,8 +45,6 @@ _Visit = tuple[Path, Any, int]
 
 
 class Settings(Protocol):
-    """What a launch takes from an Accelerator."""
-
     nprocs: int | None
     compute_setup: str
     backend: str | None
@@ -65,15 +63,7 @@ def distributed(
     name: str = "",
     trains: bool = True,
 ) -> Callable[..., Any]:
-    """See `Accelerator.distribute`.
-
-    Args:
-        settings: The accelerator.
-        function: The function or bound method.
-        options: Of the launch.
-        name: The name of the launch. Default: the function's.
-        trains: Whether trained states come back.
-    """
+    """See `Accelerator.distribute`."""
     if not callable(function):
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
     if not options.get("block", True):
@@ -111,16 +101,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def is_elsewhere(options: Mapping[str, Any]) -> bool:
-    """Return True if the options of a launch choose other machines."""
     return options.get("engine", "auto") not in ("auto", "local")
 
 
 def check_gpu(setup: str) -> None:
-    """Refuse to plan ranks on GPUs of this machine if it has none.
-
-    Raises:
-        ArgumentError: `setup` is ``"gpu"``, this process is no rank, and no GPU is visible.
-    """
+    """Refuse to plan ranks on GPUs of this machine if it has none."""
     if setup == "gpu" and not is_rank() and this_machine().gpus == 0:
         raise ArgumentError(
             'compute_setup="gpu", but no GPU is visible: use compute_setup="auto", which takes the GPUs that the ranks '
@@ -164,7 +149,6 @@ def is_rank() -> bool:
 
 
 def _launch(settings: Settings, call: _Call, options: Mapping[str, Any]) -> Any:
-    """Launch the call and return its `LaunchResult`."""
     __tracebackhide__ = True  # IPython leaves this frame out
     from nblaunch import LaunchResult, notebook_launcher
 
@@ -213,11 +197,7 @@ def _load_states(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
 
 # ------------------------------------------------------------------ in the ranks
 class StoppedTogether(KeyboardInterrupt):
-    """An interrupt that every rank raises at the same point, where no rank waits for another.
-
-    Args:
-        value: What the function has done so far. With the trained states it is what the launch returns.
-    """
+    """An interrupt that every rank raises at the same point, where no rank waits for another."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -259,7 +239,6 @@ class _Call:
         return getattr(function, "__code__", None)
 
     def find_trainable(self) -> Iterator[tuple[Path, Any]]:
-        """Yield what is trained, with its path."""
         return _find_trainable(self.function, self.args, self.kwargs) if self.trains else iter(())
 
     def __call__(self, **filled: Any) -> _Returned:

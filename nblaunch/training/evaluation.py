@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -93,18 +92,6 @@ _ADVICE = "give evaluate a step, such as step=lambda model, batch: (model(batch[
 
 
 def split(batch: Any, advice: str = _ADVICE) -> tuple[Any, Any]:
-    """Split a batch into inputs and target.
-
-    Args:
-        batch: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
-        advice: What to do about a batch of another form.
-
-    Returns:
-        For a dict with one other entry, that entry's value as the inputs; with several, a dict of them.
-
-    Raises:
-        ArgumentError: The batch has another form.
-    """
     if isinstance(batch, Mapping):
         name = next((name for name in TARGETS if name in batch), None)
         if name is not None:
@@ -127,11 +114,6 @@ def forward(module: nn.Module, batch: Any, advice: str = _ADVICE) -> tuple[Any, 
 
 
 def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Return metrics by name; accuracy if there are none.
-
-    Raises:
-        ArgumentError: An object is not a metric, or has a reserved name.
-    """
     if metrics is None:
         return {"accuracy": Accuracy()}
     offered: object = metrics
@@ -152,27 +134,7 @@ def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
     return named
 
 
-class OutputMetric:
-    """Adapts a metric to a Trainer, whose ``compute_loss`` returns (loss, output)."""
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-
-    def update(self, computed: tuple[Tensor, Any], target: Any) -> None:
-        if computed[1] is None:
-            raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
-        self.metric.update(computed[1], target)
-
-    def compute(self) -> float:
-        return self.metric.compute()
-
-    def reset(self) -> None:
-        self.metric.reset()
-
-
 class _Totals:
-    """Samples, losses and metrics of this rank's batches."""
-
     def __init__(self, metrics: dict[str, Metric], loss_fn: Any, step: Any, size: Any) -> None:
         self.samples = 0
         self._metrics, self._loss_fn, self._step, self._size = metrics, loss_fn, step, size
@@ -194,7 +156,6 @@ class _Totals:
             self._losses.append((self._loss_fn(output, target).detach(), samples))
 
     def compute(self) -> dict[str, float]:
-        """Return the results over all ranks. A collective."""
         results = {name: metric.compute() for name, metric in self._metrics.items()}
         if self._loss_fn is not None:
             mean = Mean()
@@ -210,12 +171,6 @@ def batches_for(module: nn.Module, loader: Any, copies: int, desc: str) -> Itera
 
     Without a divided module these are the batches that count. The forward pass of a divided one is a collective, so
     ranks with fewer batches repeat one; of the ranks that compute on the same samples those of the first count.
-
-    Args:
-        module: Without gradients from here on.
-        loader: This rank's batches.
-        copies: How many ranks have the same ones.
-        desc: The label of the progress bar.
     """
     is_collective = has_sharded_parameters(module)
     batches = progress(loader, desc=desc)
@@ -227,12 +182,7 @@ def batches_for(module: nn.Module, loader: Any, copies: int, desc: str) -> Itera
 
 
 def _sharded(loader: Iterable[Any], copies: int) -> tuple[Iterable[Any], int]:
-    """Return the loader of this rank's part, and how many ranks have the same part. No sample repeats within one.
-
-    Args:
-        loader: As `evaluate` takes it. If it was prepared for ranks that divide layers, it stays so.
-        copies: Ranks that the model needs the same samples on.
-    """
+    """Return the loader of this rank's part, and how many ranks have the same part. No sample repeats within one."""
     inner = loader
     while isinstance(inner, Prefetcher):
         inner = inner.loader
@@ -294,22 +244,7 @@ def broadcast_buffers(module: nn.Module) -> None:
         broadcast_tensors(module.buffers())
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's outputs."""
-
-    outputs: Any
-    """A pytree of tensors on the CPU; None if this rank has no sample."""
-    sizes: list[int]
-    """Rows of each batch."""
-
-
 def inputs_of(batch: Any) -> Any:
-    """Return a batch's inputs; a target beside them is left out.
-
-    Raises:
-        ArgumentError: The batch has another form than a tensor, ``(inputs,)``, ``(inputs, target)`` or a dict.
-    """
     if isinstance(batch, Mapping):
         inputs = {key: value for key, value in batch.items() if key not in TARGETS}
         return next(iter(inputs.values())) if len(inputs) == 1 else inputs
@@ -325,18 +260,10 @@ def inputs_of(batch: Any) -> Any:
 
 def predict_part(
     model: nn.Module, loader: ShardedLoader[Any], predict_batch: Callable[[nn.Module, Any], Any], device: torch.device
-) -> Part:
-    """Return the outputs for this rank's batches. A collective.
-
-    Args:
-        model: The same on every rank, on the device.
-        loader: A sharded loader, without shuffling.
-        predict_batch: Returns the outputs for a batch.
-        device: The device of the batches.
-    """
+) -> list[Any]:
+    """Return the outputs for each of this rank's batches, on the CPU. A collective."""
     module = unwrapped(model)
     outputs: list[Any] = []
-    sizes: list[int] = []
     with eval_mode(module), torch.no_grad():
         broadcast_buffers(module)
         for batch, is_counted in batches_for(module, loader, loader.copies, "predicting"):
@@ -344,60 +271,23 @@ def predict_part(
             if not is_counted:
                 continue
             size = getattr(loader, "own_samples", 0) or batch_size_of(output)
-            if size is None or not all(_is_rows(leaf, size) for leaf in tree_leaves(output)):
-                raise ArgumentError(
-                    f"predict_batch returned {_shapes(output)} for a batch of {size}: let it return tensors only, "
-                    "whose first dimension is the samples"
-                )
+            for leaf in tree_leaves(output):
+                is_tensor = isinstance(leaf, Tensor)
+                if leaf is not None and not (is_tensor and leaf.dim() > 0 and len(leaf) == size):
+                    found = f"a tensor of shape {tuple(leaf.shape)}" if is_tensor else f"{leaf!r:.40}"
+                    raise ArgumentError(
+                        f"predict_batch returned {found} for a batch of {size}: let it return tensors only, whose "
+                        "first dimension is the samples"
+                    )
             outputs.append(output)
-            sizes.append(size)
-    return Part(_joined(outputs), sizes)
+    return outputs
 
 
-def in_order(parts: Sequence[Part]) -> Any:
+def in_order(parts: Sequence[Sequence[Any]]) -> Any:
     """Return the ranks' outputs as one pytree, in the order of the data: round by round, and in each by rank."""
-    filled = [part for part in parts if part.sizes]
-    if len(filled) < 2:
-        return filled[0].outputs if filled else None
-    leaves = [[*tree_leaves(part.outputs)] for part in filled]
-    merged = iter([_merged([own[place] for own in leaves], filled) for place in range(len(leaves[0]))])
-    return tree_map(lambda leaf: next(merged), filled[0].outputs)
-
-
-def _merged(tensors: Sequence[Any], parts: Sequence[Part]) -> Any:
-    """Return one leaf of all ranks in order."""
-    if not isinstance(tensors[0], Tensor):
-        return tensors[0]
-    shapes = {(tensor.dtype, *tensor.shape[1:]) for tensor in tensors}
-    if len(shapes) > 1:
-        raise ArgumentError(
-            f"predict: outputs differ between ranks, {' and '.join(sorted(map(str, shapes)))}: let predict_batch pad "
-            "them to one shape"
-        )
-    rows = [tensor.split(part.sizes) for tensor, part in zip(tensors, parts, strict=True)]
-    rounds = range(max(map(len, rows)))
-    return torch.cat([own[number] for number in rounds for own in rows if number < len(own)])
-
-
-def _is_rows(leaf: Any, size: int) -> bool:
-    """Return True if a leaf can be concatenated, or is None."""
-    return leaf is None or (isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size)
-
-
-def _shapes(output: Any) -> str:
-    return ", ".join(
-        f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r:.40}"
-        for leaf in tree_leaves(output)
-    )
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """Return the batches' outputs as one pytree, and empty the list: rows are in memory twice for one leaf only."""
-    if not outputs:
-        return None
-    by_leaf = [list(leaves) for leaves in zip(*(tree_leaves(output) for output in outputs), strict=True)]
-    first = outputs[0]
-    outputs.clear()
+    rounds = range(max(map(len, parts)))
+    outputs = [part[number] for number in rounds for part in parts if number < len(part)]
+    by_leaf = [list(leaves) for leaves in zip(*map(tree_leaves, outputs), strict=True)]
 
     def join(leaf: Any) -> Any:
         tensors = by_leaf.pop(0)
@@ -411,4 +301,4 @@ def _joined(outputs: list[Any]) -> Any:
             )
         return torch.cat(tensors)
 
-    return tree_map(join, first)
+    return tree_map(join, outputs[0]) if outputs else None

@@ -24,13 +24,6 @@ class FitDisplay:
 
     In a launch this is the panel's part. In the notebook's own process it is one line of text, which is replaced while
     training goes on. Elsewhere (a script, torchrun) rank 0 logs the results at level INFO.
-
-    Args:
-        total: Optimizer steps of the whole run; None if unknown.
-        done: Optimizer steps that were done before.
-
-    Attributes:
-        first_step: The first step of this run.
     """
 
     def __init__(self, total: int | None, done: int) -> None:
@@ -43,13 +36,11 @@ class FitDisplay:
         self._bar = Progress(total, "fit", done)
 
     def batches(self, loader: Iterable[Any], desc: str) -> Generator[Any]:
-        """Yield the batches of an epoch, with a progress bar."""
         self._desc = desc
         self._show(now=time.monotonic())
         yield from progress(loader, desc=desc)
 
     def step(self, step: int) -> None:
-        """Note that an optimizer step is done."""
         self._done = step
         self._bar.reach(step)
         now = time.monotonic()
@@ -57,18 +48,15 @@ class FitDisplay:
             self._show(now)
 
     def report(self, step: int, **values: float) -> None:
-        """Show values of this rank."""
         report(values, step)
         self.note(step, values)
 
     def note(self, step: int, values: dict[str, float]) -> None:
-        """Show values that were reported already."""
         self._values |= values
         if current() is None and world().rank == 0:
             _logger.info("step %d: %s", step, _in_words(values))
 
     def checked_loss(self, step: int, loss: float) -> float:
-        """Return this rank's loss of a step; warn about the first one that is not finite."""
         if not (math.isfinite(loss) or self._has_warned):
             self._has_warned = True
             warn(
@@ -88,13 +76,11 @@ class FitDisplay:
                 report(int(results["step"]), epoch_loss=results["loss"])
 
     def mark_best(self, metric: str, step: int, value: float) -> None:
-        """Show that this step is the best one so far."""
         self._best = f"best {_in_words({metric: value})} at step {step}"
         if world().rank == 0:
             mark_best("epoch_loss" if metric == "loss" else metric, step, value)
 
     def close(self) -> None:
-        """Show the last state."""
         self._bar.close()
         self._show(time.monotonic(), is_last=True)
 
@@ -107,7 +93,6 @@ class FitDisplay:
         self._line.show(" · ".join(part for part in parts if part), is_last=is_last)
 
     def _time(self, seconds: float) -> str:
-        """Return the time that this run has taken, and how much is left by the steps that it has done."""
         done, total = self._done + 1 - self.first_step, self._total or 0
         left = f", {_duration(seconds * (total - self._done) / done)} left" if done and total > self._done else ""
         return _duration(seconds) + left
@@ -123,7 +108,6 @@ class _Line:
 
     @classmethod
     def in_notebook(cls) -> _Line | None:
-        """Return a new line; None if this process is no notebook's kernel."""
         ipython = sys.modules.get("IPython")
         shell: Any = ipython.get_ipython() if ipython is not None else None
         if not hasattr(shell, "kernel"):
@@ -142,7 +126,6 @@ def _in_words(values: dict[str, float]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return the time in the unit that fits."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,35 +15,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.parallelism import no_gradient_sync
+from nblaunch.training.parallelism import HALF, no_gradient_sync
 from nblaunch.training.pytree import parameters_of, tree_map
 
-_TYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 """Set in the ranks by the launcher's ``mixed_precision=``, and by ``accelerate launch``."""
 
 
 def precision_of(requested: str | None) -> str:
-    """Return ``"no"``, ``"fp16"`` or ``"bf16"``: the requested precision, else the launch's, else ``"no"``.
-
-    Raises:
-        ArgumentError: It is none of the three.
-    """
+    """Return ``"no"``, ``"fp16"`` or ``"bf16"``: the requested precision, else the launch's, else ``"no"``."""
     name = requested if requested is not None else os.environ.get(_VARIABLE, "no")
-    if name not in _TYPES:
+    if name not in ("no", *HALF):
         raise ArgumentError(f'mixed_precision={name!r}: an Accelerator supports "no", "fp16" and "bf16"')
     return name
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return the context in which operations run in `precision`."""
-    dtype = _TYPES[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-def scaler_for(device: torch.device, precision: str) -> torch.amp.GradScaler | None:
-    """Return a gradient scaler for float16; None for the other precisions, which need none."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 def cast_forward(module: nn.Module, device: torch.device, precision: str) -> None:
@@ -58,7 +42,6 @@ def cast_forward(module: nn.Module, device: torch.device, precision: str) -> Non
 
 
 def plain_forward(module: nn.Module) -> None:
-    """Undo `cast_forward`, if it was done."""
     if not is_cast(module):
         return
     _, earlier, _, _ = vars(module)["forward"].args
@@ -68,46 +51,36 @@ def plain_forward(module: nn.Module) -> None:
 
 
 def is_cast(module: nn.Module) -> bool:
-    """Return True if `cast_forward` has changed the module."""
     return getattr(vars(module).get("forward"), "func", None) is _cast
 
 
 def _cast(
     module: nn.Module, earlier: Callable[..., Any] | None, device: str, precision: str, *args: Any, **kwargs: Any
 ) -> Any:
-    with torch.autocast(device, _TYPES[precision]):
+    with torch.autocast(device, HALF[precision]):
         output = type(module).forward(module, *args, **kwargs) if earlier is None else earlier(*args, **kwargs)
-    return tree_map(_to_float32, output)
-
-
-def _to_float32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_half else value
+    return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in HALF.values() else leaf, output)
 
 
 class GradientState:
     """Which batches end an optimizer step, and the gradient scaler.
 
     An Accelerator shares it with the objects that it prepared.
-
-    Attributes:
-        every: Batches per optimizer step.
-        sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
     """
 
     def __init__(self, every: int, scaler: torch.amp.GradScaler | None = None) -> None:
-        self.every = every
-        self.sync = True
+        self.every = every  # batches per optimizer step
+        self.sync = True  # whether this batch ends a step: gradients are exchanged, and optimizers step
         self._scaler = scaler
-        self._batches = 0
-        self._size = every
+        self.unfinished = 0  # batches so far in an unfinished step
+        self.divisor = every  # of losses in the current step: its batches, as far as known
         self._passes: list[weakref.ref[Any]] = []
         self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
         """Loaders that continued after an outer loader had advanced: they are iterated side by side, as in ``zip``."""
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
         """Loaders with a backward pass in the latest pass over them."""
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._skipped: set[int] = set()
         self._unscaled: set[int] = set()
         self._has_stepped = False
@@ -126,17 +99,14 @@ class GradientState:
         self._passes = [weakref.ref(other) for other in (*loaders[:place], loader)]
 
     def end_pass(self, loader: Any) -> None:
-        """Note that a pass over `loader` was completed or abandoned."""
         self._passes = [reference for reference in self._passes if reference() is not loader]
         self._beside.discard(loader)
 
     def _loaders(self) -> list[Any]:
-        """Return the prepared loaders being iterated, innermost last."""
         return [loader for loader in (reference() for reference in self._passes) if loader is not None]
 
     @property
     def is_padding(self) -> bool:
-        """Return True if the innermost loader's batch repeats another rank's."""
         return any(loader.is_padding for loader in self._loaders()[-1:])
 
     def continues(self, loader: Any) -> bool:
@@ -148,45 +118,30 @@ class GradientState:
         return loader in self._trained or any(loader is other for other in self._loaders())
 
     # ------------------------------------------------------------------ accumulation
-    @property
-    def divisor(self) -> int:
-        """The number that `backward` divides the losses of the current step by: its batches, as far as known."""
-        return self._size
-
-    @property
-    def unfinished(self) -> int:
-        """The batches so far in an unfinished optimizer step."""
-        return self._batches
-
     @contextmanager
     def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Count one batch; a step ends with its last batch, and with a loader's last."""
         loaders = self._loaders()
-        if self._batches == 0:
+        if self.unfinished == 0:
             # With several loaders, it is unknown whether they are iterated side by side or nested.
             left = loaders[0].remaining if len(loaders) == 1 else None
-            self._size = left if left is not None and 0 < left < self.every else self.every
-        self._batches += 1
+            self.divisor = left if left is not None and 0 < left < self.every else self.every
+        self.unfinished += 1
         # In nested loops the outer loader's last batch stays for the whole pass over the inner one.
         are_nested = not any(loader in self._beside for loader in loaders[-1:])
         ends = any(loader.is_last for loader in (loaders[-1:] if are_nested else loaders))
-        self.sync = ends or self._batches >= self._size
+        self.sync = ends or self.unfinished >= self.divisor
         if self.sync:
-            self._batches = 0
+            self.unfinished = 0
         with ExitStack() as stack:
-            for module in () if self.sync else list(modules) or list(self._modules):
+            for module in () if self.sync else list(modules) or list(self.modules):
                 stack.enter_context(no_gradient_sync(module))
             yield
 
     def begin_step(self) -> None:
-        """Begin with a new optimizer step."""
-        self._batches, self._size, self.sync, self._has_stepped = 0, self.every, True, False
+        self.unfinished, self.divisor, self.sync, self._has_stepped = 0, self.every, True, False
         self._unscaled.clear()
         self._skipped.clear()
-
-    def add_module(self, module: nn.Module) -> None:
-        """Add a module whose gradients ranks exchange."""
-        self._modules.add(module)
 
     # ------------------------------------------------------------------ the scaler
     @property
@@ -210,7 +165,7 @@ class GradientState:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward``, divided by the number of batches in the step, and scaled."""
         self._trained.update(self._loaders())
-        share = loss / self._size if self._size > 1 else loss
+        share = loss / self.divisor if self.divisor > 1 else loss
         scaler = self.scaler
         (share if scaler is None else scaler.scale(share)).backward(**kwargs)
 
@@ -219,21 +174,13 @@ class GradientState:
         if self._scaler is None:
             return
         wanted = {id(parameter) for parameter in parameters}
-        for optimizer in (reference() for reference in self._optimizers):
-            if optimizer is None or id(optimizer) in self._unscaled:
-                continue
-            if not wanted.isdisjoint(map(id, parameters_of(optimizer))):
+        for optimizer in self.optimizers:
+            if id(optimizer) not in self._unscaled and not wanted.isdisjoint(map(id, parameters_of(optimizer))):
                 self._scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
 
     # ------------------------------------------------------------------ optimizers and schedulers
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Add an optimizer whose gradients the scaler may have to unscale."""
-        if all(reference() is not optimizer for reference in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
-
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-        """Step the optimizer if this batch ends a step."""
         if not self.sync:
             return None
         given = () if closure is None else (closure,)
@@ -253,11 +200,7 @@ class GradientState:
 
 
 class _Stepped:
-    """Wraps an optimizer or a scheduler, and has its state and attributes.
-
-    Attributes:
-        inner: What is wrapped.
-    """
+    """Wraps an optimizer or a scheduler, and has its state and attributes."""
 
     inner: Any
 

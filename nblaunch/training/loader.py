@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -43,8 +43,6 @@ from nblaunch.training.topology import World, data_world, world
 
 @dataclass(frozen=True, slots=True)
 class IndexSource:
-    """A loader's sampler, and what it yields."""
-
     sampler: Any
     yields: Literal["samples", "batches", "own part"]
     """``"own part"``: the sampler shards, and yields this rank's indices or batches."""
@@ -55,7 +53,6 @@ class IndexSource:
 
     @property
     def is_own_part(self) -> bool:
-        """Return True if the sampler shards."""
         return self.yields == "own part"
 
     @property
@@ -72,7 +69,7 @@ class IndexSource:
             return (shares[place.rank] for shares in rounds)
         rounds = partition_samples(self.sampler, self.batch_size, place.size, drop_last=self.drop_last, begin=begin)
         own = (shares[place.rank] for shares in rounds)
-        return own if self.takes_lists else (share._replace(items=share.items[0], of_all=0) for share in own)
+        return own if self.takes_lists else (share._replace(items=share.items[0], own=0, of_all=0) for share in own)
 
     def planned(self, place: World, seed: int, epoch: int, begin: int = 0) -> list[Share]:
         """Return all of this rank's batches of one epoch, a function of the seed and not of any generator's state."""
@@ -80,7 +77,6 @@ class IndexSource:
             return list(self.shares(place, begin))
 
     def rounds(self, ranks: int) -> int:
-        """Return the number of batches of every rank."""
         if self.yields == "own part":
             return len(self.sampler)
         return round_count(len(self.sampler), self.batch_size, ranks, drop_last=self.drop_last)
@@ -104,7 +100,6 @@ class IndexSource:
 
 
 def source_of(loader: DataLoader[Any]) -> IndexSource:
-    """Return the source of a loader of a map-style dataset."""
     outer: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     takes_lists = loader.batch_sampler is not None or isinstance(outer, BatchSampler)
     if any(shards(sampler) for sampler in samplers_of(loader)):
@@ -119,7 +114,6 @@ def source_of(loader: DataLoader[Any]) -> IndexSource:
 
 # ------------------------------------------------------------------ samplers
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return a loader's samplers, outermost first."""
     outer: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return [sampler for sampler in (outer, _inner(outer)) if sampler is not None]
 
@@ -131,11 +125,7 @@ def shards(sampler: Any) -> bool:
 
 
 def share_parts(loader: DataLoader[Any], copies: int) -> None:
-    """Let a loader's samplers give `copies` consecutive ranks the same part.
-
-    Raises:
-        ArgumentError: A sampler gives each rank a part of its own.
-    """
+    """Let a loader's samplers give `copies` consecutive ranks the same part."""
     for sampler in samplers_of(loader):
         if hasattr(sampler, "copies"):
             sampler.copies = copies
@@ -149,7 +139,6 @@ def share_parts(loader: DataLoader[Any], copies: int) -> None:
 
 
 def generators_of(sampler: Any) -> list[torch.Generator]:
-    """Return the random generators that a sampler was given."""
     given = (getattr(each, "generator", None) for each in (sampler, _inner(sampler)))
     return [generator for generator in given if isinstance(generator, torch.Generator)]
 
@@ -159,17 +148,6 @@ def given_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     given = [generator for sampler in samplers_of(loader)[:1] for generator in generators_of(sampler)]
     given += [loader.generator] if isinstance(loader.generator, torch.Generator) else []
     return list({id(generator): generator for generator in given}.values())
-
-
-def set_epoch_methods(loader: DataLoader[Any]) -> Iterable[Callable[[int], Any]]:
-    """Return the ``set_epoch`` methods of a loader's samplers and dataset."""
-    return [thing.set_epoch for thing in (*samplers_of(loader), loader.dataset) if hasattr(thing, "set_epoch")]
-
-
-def epochs_of(loader: DataLoader[Any]) -> list[int]:
-    """Return the epochs of a loader's samplers that have ``set_epoch``."""
-    epochs = (getattr(sampler, "epoch", None) for sampler in samplers_of(loader) if hasattr(sampler, "set_epoch"))
-    return [epoch for epoch in epochs if isinstance(epoch, int)]
 
 
 def _total_of(sampler: Any) -> int | None:
@@ -196,25 +174,6 @@ def length_of(thing: Any) -> int | None:
 
 
 # ------------------------------------------------------------------ one pass
-class BatchNote(NamedTuple):
-    """Properties of a batch besides its content."""
-
-    is_padding: bool = False
-    is_last: bool = False
-    end: int = 0
-    """As in `Share`."""
-    own: int = 0
-    """Samples of this rank that no other rank has; 0 if `of_all` is."""
-    of_all: int = 0
-    """As in `Share`."""
-
-    @classmethod
-    def of(cls, share: Share, is_last: bool) -> BatchNote:
-        """Describe a rank's share."""
-        own = len(share.items) if share.of_all and not share.is_padding else 0
-        return cls(share.is_padding, is_last, share.end, own, share.of_all)
-
-
 @dataclass(slots=True, eq=False)
 class IndexPass:
     """The indices of one pass, as torch's loader reads them, each batch with a seed of its own."""
@@ -224,14 +183,14 @@ class IndexPass:
     """One per batch."""
     loads_here: bool
     """Whether this process loads, not workers."""
-    notes: deque[BatchNote] = field(default_factory=deque)
+    notes: deque[Share] = field(default_factory=deque)
     """Of the batches that were requested and not yielded, in order."""
     loading: ExitStack = field(default_factory=ExitStack)
     """Entered while this process loads a batch: the seeded random state."""
 
     def __iter__(self) -> Iterator[Any]:
         for (share, is_last), seed in zip(with_last(self.shares), self.seeds, strict=False):
-            self.notes.append(BatchNote.of(share, is_last))
+            self.notes.append(share._replace(items=[], is_last=is_last))
             if self.loads_here:
                 self.loading.enter_context(seeded(seed))
             yield share.items if self.loads_here else Seeded(seed, share.items)
@@ -253,27 +212,13 @@ _END: Any = object()
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """A pass in progress."""
-
     epoch: int
     done: int
     """Batches up to the latest one, including those before a resume."""
     size: int | None
     taken: int = 0
-    note: BatchNote = field(default_factory=BatchNote)
-
-    def take(self, note: BatchNote) -> None:
-        self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
-
-
-class PassObserver(Protocol):
-    """Follows the passes over a loader."""
-
-    def begin_batch(self, loader: Any) -> None:
-        """Called before the loader yields a batch."""
-
-    def end_pass(self, loader: Any) -> None:
-        """Called when a pass was completed or abandoned."""
+    note: Share = field(default_factory=lambda: Share([]))
+    """Of the latest batch, without its items."""
 
 
 class ShardedLoader(DataLoader[T_co]):
@@ -324,17 +269,9 @@ class ShardedLoader(DataLoader[T_co]):
     remaining: int | None = None
     own_samples: int = 0
     all_samples: int = 0
-    observer: PassObserver | None = None
+    observer: Any = None
 
-    def __init__(
-        self,
-        loader: DataLoader[T_co],
-        *,
-        seed: int | None = None,
-        dispatch: bool | None = None,
-        move: Callable[[Any], Any] | None = None,
-        copies: int | None = None,
-    ) -> None:
+    def __init__(self, loader: DataLoader[T_co]) -> None:
         # Not DataLoader.__init__, which refuses a batch_size beside a batch sampler: every argument is kept, including
         # those of later torch versions, and `_index_sampler` alone determines what is read.
         vars(self).update(vars(loader))
@@ -354,15 +291,9 @@ class ShardedLoader(DataLoader[T_co]):
         self._sampler_epoch: int | None = None  # last set on the samplers; any other value there is the user's
         self._in_order = getattr(loader, "in_order", True)
         self.copies = 1
-        self.adjust(seed=seed, dispatch=dispatch, move=move, copies=copies)
 
     def adjust(
-        self,
-        *,
-        seed: int | None = None,
-        dispatch: bool | None = None,
-        move: Callable[[Any], Any] | None = None,
-        copies: int | None = None,
+        self, seed: int | None, dispatch: bool | None, move: Callable[[Any], Any] | None, copies: int | None
     ) -> None:
         """Set those of `shard`'s arguments that are not None."""
         self._seed = self._seed if checked_seed(seed) is None else seed
@@ -397,7 +328,7 @@ class ShardedLoader(DataLoader[T_co]):
         self._passes.append(current)
         try:
             for content, note in self._iterate_stream(start) if self._is_stream else self._iterate_indices(start):
-                current.take(note)
+                current.done, current.taken, current.note = current.done + 1, current.taken + 1, note
                 self._update_position(current)
                 yield self._move(content) if self._move else content
             self._progress.complete(current.epoch)
@@ -405,12 +336,17 @@ class ShardedLoader(DataLoader[T_co]):
             self._leave(current)
 
     def _update_position(self, current: _Pass) -> None:
-        """Describe the latest batch of this pass."""
-        self.is_padding, self.is_last, _, self.own_samples, self.all_samples = current.note
+        note = current.note
+        self.is_padding, self.is_last, self.own_samples, self.all_samples = (
+            note.is_padding,
+            note.is_last,
+            note.own,
+            note.of_all,
+        )
         self.remaining = None if current.size is None else current.size - current.done + 1
         if self.epoch == current.epoch:
-            self._progress.done, self._progress.samples = current.done, current.note.end
-            self._progress.ended = current.note.is_last and current.taken > 1  # a single batch may be a peek
+            self._progress.done, self._progress.samples = current.done, note.end
+            self._progress.ended = note.is_last and current.taken > 1  # a single batch may be a peek
         if self.observer is not None:
             self.observer.begin_batch(self)
 
@@ -421,8 +357,7 @@ class ShardedLoader(DataLoader[T_co]):
         elif self.observer is not None:
             self.observer.end_pass(self)
 
-    def _iterate_indices(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
-        """Iterate a map-style dataset."""
+    def _iterate_indices(self, start: int) -> Iterator[tuple[Any, Share]]:
         begin = self._progress.start_samples
         shares = self._planned() if source_of(self).is_sized else source_of(self).shares(self.place, begin)
         # If workers could overtake each other, the padding batch could not be identified.
@@ -443,16 +378,15 @@ class ShardedLoader(DataLoader[T_co]):
                 return
             yield content, current.notes.popleft()
 
-    def _iterate_stream(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
+    def _iterate_stream(self, start: int) -> Iterator[tuple[Any, Share]]:
         """Iterate an iterable dataset; what was taken before a resume is read again."""
         place, dispatch, begin = self.place, self._dispatch is not False, self._progress.start_samples
         as_samples = world().is_shared or begin % (self.batch_size or 1) != 0
         if self._reader is None or (self._reader.place, self._reader.as_samples) != (place, as_samples):
             self._reader = StreamReader(self, place, self.copies, dispatch=dispatch, as_samples=as_samples)
         generator = derived_generator(self.seed, self.epoch, 0)  # the same on all ranks, which may all read everything
-        for share, is_last in self._reader.shares(start, begin, generator):
-            content = collated(self, share.items) if as_samples else share.items[0]
-            yield content, BatchNote.of(share, is_last)
+        for share in self._reader.shares(start, begin, generator):
+            yield collated(self, share.items) if as_samples else share.items[0], share._replace(items=[])
 
     @property
     def _index_sampler(self) -> IndexFeed:
@@ -483,11 +417,7 @@ class ShardedLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ sizes
     def __len__(self) -> int:
-        """Return how many batches this rank gets in a pass.
-
-        Raises:
-            TypeError: The dataset or sampler has no length.
-        """
+        """Return how many batches this rank gets in a pass."""
         ranks = self.place.size
         if self._is_stream:
             size = len(self.dataset)  # type: ignore[arg-type]  # a stream may have a length
@@ -576,7 +506,7 @@ class ShardedLoader(DataLoader[T_co]):
         return {**self.state_dict(), "batches": self._progress.start, "samples": self._progress.start_samples}
 
     def begin_at(self, batches: int) -> None:
-        """Begin the next pass, which must begin now, after this many batches of this rank; later passes are whole.
+        """Begin the next pass after this many batches of this rank; later passes are whole.
 
         A loaded position stays if it stands there, or if another number of ranks took its batches.
         """
@@ -592,17 +522,12 @@ class ShardedLoader(DataLoader[T_co]):
 
     @property
     def _division(self) -> Division:
-        """The division of the next pass."""
         size = getattr(samplers_of(self)[0], "batch_size", None)
         workers = self.num_workers if self._is_stream else 0
         return Division(self.place.size, size if isinstance(size, int) else 0, workers)
 
     def _check_resumable(self, start: int) -> None:
-        """Refuse to resume if it is unknown which samples were taken.
-
-        Raises:
-            ArgumentError: The order of the data differs from that of the loaded state.
-        """
+        """Refuse to resume if it is unknown which samples were taken."""
         before, now = self._loaded, self._division
         if not start or before is None or before == now:
             return
@@ -621,14 +546,16 @@ class ShardedLoader(DataLoader[T_co]):
         self._progress.ended = False
 
     def _set_sampler_epochs(self) -> None:
-        for set_epoch in set_epoch_methods(self):
-            set_epoch(self.epoch)
+        for thing in (*samplers_of(self), self.dataset):
+            if hasattr(thing, "set_epoch"):
+                thing.set_epoch(self.epoch)
         self._sampler_epoch = self.epoch
 
     def _follow_samplers(self) -> None:
         """Follow a sampler whose epoch the user has set."""
-        for epoch in epochs_of(self):
-            if epoch != self._sampler_epoch:
+        for sampler in samplers_of(self):
+            epoch = getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
+            if isinstance(epoch, int) and epoch != self._sampler_epoch:
                 self._progress.move_to(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -663,9 +590,6 @@ def shard(
         ArgumentError: `loader` is not a DataLoader, `seed` or `copies` is out of range, or with `copies` a sampler
             gives each rank a part of its own.
     """
-    if isinstance(loader, ShardedLoader):
-        loader.adjust(seed=seed, dispatch=dispatch, move=move, copies=copies)
-        return loader
     given: object = loader
     if not isinstance(given, DataLoader):
         kind = type(given).__name__
@@ -675,7 +599,9 @@ def shard(
             f"loader is a {type(given).__name__}, already divided by accelerate, which repeats samples so that every "
             "rank has equally many: give the DataLoader from before prepare"
         )
-    return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move, copies=copies)
+    sharded = loader if isinstance(loader, ShardedLoader) else ShardedLoader(loader)
+    sharded.adjust(seed, dispatch, move, copies)
+    return sharded
 
 
 def agreed_seed(loader: DataLoader[Any]) -> int | None:
@@ -712,7 +638,7 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return a loader whose pass begins at batch `num_batches`; later passes over `dataloader` itself are whole.
+    """Begin the next pass over a loader at batch `num_batches`; later passes are whole.
 
     The number counts from the beginning of the pass, also after `Accelerator.load_state`, which moves prepared loaders
     to where they were: a script that loads the state *and* skips the batches that its step count names skips them
@@ -725,34 +651,15 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         dataloader: A prepared loader, a `ShardedLoader`, a `Prefetcher` of one, or any other DataLoader.
         num_batches: Batches of each rank.
 
+    Returns:
+        The same loader; of a loader that is not sharded an iterator over the rest.
+
     Raises:
         ArgumentError: `num_batches` is not a whole number of at least 0.
     """
-    return SkippedLoader(dataloader, whole_number("num_batches", num_batches, least=0))
-
-
-class SkippedLoader:
-    """A loader without the first batches of each of its passes; every other attribute is the loader's."""
-
-    def __init__(self, loader: Any, skipped: int) -> None:
-        vars(self).update(loader=loader, skipped=skipped)
-
-    def __len__(self) -> int:
-        left: int = len(self.loader) - self.skipped
-        return max(0, left)
-
-    def __iter__(self) -> Iterator[Any]:
-        inner = self.loader.loader if isinstance(self.loader, Prefetcher) else self.loader
-        if not isinstance(inner, ShardedLoader):
-            yield from islice(iter(self.loader), self.skipped, None)
-            return
-        inner.begin_at(self.skipped)
-        yield from self.loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet during unpickling
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.loader, name, value)
+    skipped = whole_number("num_batches", num_batches, least=0)
+    inner = dataloader.loader if isinstance(dataloader, Prefetcher) else dataloader
+    if not isinstance(inner, ShardedLoader):
+        return islice(dataloader, skipped, None)
+    inner.begin_at(skipped)
+    return dataloader

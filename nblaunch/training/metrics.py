@@ -94,13 +94,8 @@ class Mean:
         """Return this rank's values, for a checkpoint."""
         return {"sum": hex(self._sum), "nonfinite": self._nonfinite, "count": self._count}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.reset()
-        self.add_state_dict(state)
-
     def add_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add the values of another rank's `state_dict`."""
+        """Add the values of a `state_dict`, such as another rank's."""
         self._sum += int(state["sum"], 16)
         self._nonfinite += state["nonfinite"]
         self._count += state["count"]
@@ -167,7 +162,6 @@ class Accuracy:
         self.correct = self.count = 0
 
     def _is_correct(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return for each target whether the prediction is correct, in the target's shape."""
         if self.threshold is not None:
             output = output.squeeze(-1) if output.shape == (*target.shape, 1) else output
             if output.shape == target.shape:
@@ -185,7 +179,6 @@ class Accuracy:
         )
 
     def _advice(self, output: Tensor, target: Tensor) -> str:
-        """Return what to do about shapes that do not match."""
         if self.threshold is not None:
             return f"with threshold={self.threshold} they must be equal"
         if self.top_k > 1:

@@ -41,7 +41,6 @@ class MeshSizes(NamedTuple):
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Return True if ``fully_shard`` divides the parameters, or lets groups of ranks exchange gradients."""
         return self.replicate * self.shard > 1
 
 
@@ -200,7 +199,6 @@ class Parallelism:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a dotted name fits a pattern, part by part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -221,14 +219,13 @@ def _default_units(module: nn.Module, parts: Mapping[str, nn.Module]) -> set[str
 
 
 def _like(names: Sequence[str]) -> str:
-    """Return the names in short, those that differ in their numbers once."""
     short = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names]
     distinct = [name for name, _ in groupby(dict.fromkeys(short))]
     shown = ", ".join(distinct[:12]) + (", …" if len(distinct) > 12 else "")
     return f": it has {shown}" if distinct else ""
 
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_DIMENSIONS = ("tensor", "tp")
 """Names of a mesh's dimension whose ranks divide layers: ours, and accelerate's and transformers'."""
 _meshes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -272,23 +269,12 @@ def copies_in(module: nn.Module) -> int:
 
 
 def is_fully_sharded(module: Any) -> bool:
-    """Return True for a module that ``fully_shard`` was applied to."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 # ------------------------------------------------------------------ sharding
 def shard_model(module: nn.Module, parallelism: Parallelism, device: torch.device, precision: str) -> None:
-    """Divide a module's parameters in place, after rank 0's were sent to all ranks. A collective.
-
-    Args:
-        module: With equal parameters in shape and type on every rank.
-        parallelism: How.
-        device: Where the module computes.
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``: the type in which parameters are gathered.
-
-    Raises:
-        ArgumentError: The module, or this device or precision, cannot be divided so.
-    """
+    """Divide a module's parameters in place, after rank 0's were sent to all ranks. A collective."""
     sizes = parallelism.sizes(world().size)
     _check(module, parallelism, device, precision)
     before = dict(module.named_parameters(remove_duplicate=False))
@@ -343,11 +329,7 @@ def _check_equal(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
 
 
 def _check_tied(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Refuse one parameter in two units, which fully_shard would make two parameters of.
-
-    Raises:
-        ArgumentError: There is one.
-    """
+    """Refuse one parameter in two units, which fully_shard would make two parameters of."""
     unit_of = {part: name for name, part in units.items()}
     paths = {  # of a module that is used in several places too
         path: unit_of[part] for path, part in module.named_modules(remove_duplicate=False) if part in unit_of
@@ -382,7 +364,7 @@ def _fully_shard(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]}
-    half = _HALF.get(precision)
+    half = HALF.get(precision)
     inner = outer = MixedPrecisionPolicy()
     if half is not None:
         inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
@@ -440,7 +422,6 @@ def _share_random_state(mesh: Any, device: torch.device) -> None:
 
 
 def _style(layer: nn.Module, style: Any) -> Any:
-    """Return torch's style for a name of a plan."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -456,11 +437,6 @@ def _style(layer: nn.Module, style: Any) -> Any:
 
 
 def _check_even(layer: nn.Module, name: str, style: str, ranks: int) -> None:
-    """Refuse uneven parts of activations: ranks would draw different numbers for dropout, and differ from then on.
-
-    Raises:
-        ArgumentError: A dimension is not a multiple of the number of ranks.
-    """
     attribute = "out_features" if style == "colwise" else "in_features"
     size = getattr(layer, attribute, 0)
     if size % ranks:
@@ -556,11 +532,7 @@ def no_gradient_sync(module: Any) -> Iterator[None]:
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """``clip_grad_norm_`` for whole, sharded and divided parameters together. A collective if any are.
-
-    Returns:
-        The norm over all parameters and ranks, as a plain tensor.
-    """
+    """``clip_grad_norm_`` for whole, sharded and divided parameters together. A collective if any are."""
     own = list(parameters)
     if not any(map(is_sharded, own)):
         plain: Tensor = nn.utils.clip_grad_norm_(own, max_norm, norm_type)
@@ -591,14 +563,10 @@ _SHOWN = 3
 
 
 def full_state(part: Any) -> dict[str, Any]:
-    """Return the whole ``state_dict()`` of a module or optimizer, on the CPU of rank 0. A collective.
+    """Return the whole ``state_dict()`` of a module or optimizer on the CPU of rank 0, elsewhere {}. A collective.
 
-    Args:
-        part: A module or optimizer; its parameters may be divided or whole. An optimizer's state has the form of
-            ``Optimizer.state_dict``, with numbers for parameters, so it loads into an optimizer that is not divided.
-
-    Returns:
-        On other ranks an empty dict. Tensors that are whole may share the memory of the part's own.
+    An optimizer's has numbers for parameters, so it loads into an optimizer that is not divided. Tensors that are whole
+    may share the memory of the part's own.
     """
     own = unwrapped(part) if isinstance(part, nn.Module) else part
     state: dict[str, Any] = gathered(own.state_dict())
@@ -611,8 +579,11 @@ def gathered(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf
-        full = leaf.detach().full_tensor()
-        return _compact(full.cpu()) if world().rank == 0 else None
+        full = leaf.detach().full_tensor().cpu()
+        if world().rank != 0:
+            return None
+        has_padding = full.untyped_storage().nbytes() != full.nbytes  # of uneven parts, which files would hold too
+        return full.clone() if has_padding else full
 
     tree = tree_map(whole, tree)
     return to_device(tree, "cpu") if world().rank == 0 else tree
@@ -636,41 +607,23 @@ def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer itself compares the groups
+
+    def own_part(value: Any, number: int) -> Any:
+        part = part_like(value, by_number.get(number))
+        return part.clone() if part is value and isinstance(value, Tensor) else part  # it may be mapped from a file
+
     return {
         **state,
         "state": {
-            number: {key: _own_part(value, by_number.get(number)) for key, value in own.items()}
+            number: {key: own_part(value, number) for key, value in own.items()}
             for number, own in state["state"].items()
         },
     }
 
 
-def _own_part(value: Any, parameter: Any) -> Any:
-    """Return this rank's part, never the tensor itself, which may be mapped from a file."""
-    part = part_like(value, parameter)
-    return part.clone() if part is value and isinstance(value, Tensor) else part
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor in storage of its own: one from uneven parts has their padding, which files would hold too."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
 def check_weights(
     source: str, model: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], strict: bool
 ) -> None:
-    """Check that saved weights fit a module.
-
-    Args:
-        source: What holds the saved weights, for the message.
-        model: The module.
-        own: Its state.
-        saved: By name, the saved tensors.
-        strict: Whether the names must be the same.
-
-    Raises:
-        ArgumentError: They do not fit; the message names keys and shapes.
-    """
     complaints = []
     if strict:
         complaints = [f"{name} is missing" for name in own if name not in saved]

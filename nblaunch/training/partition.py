@@ -18,15 +18,16 @@ T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """One rank's batch of one round."""
-
     items: list[Any]
     is_padding: bool = False
     """Whether it repeats another rank's sample, because this rank would have no batch."""
     end: int = 0
     """Number of the stream's items in all rounds up to this one; 0 if not counted."""
+    own: int = 0
+    """Samples of this rank that no other rank has; 0 if `of_all` is."""
     of_all: int = 0
     """Samples that all ranks have in this round, each counted once; 0 if unknown."""
+    is_last: bool = False
 
 
 class Division(NamedTuple):
@@ -52,13 +53,7 @@ def partition_samples(
     A round is the next `batch_size` × `ranks` samples. Each rank takes a contiguous part, so what is gathered by rank
     is in order again. The last round divides the rest; if that is less than one sample per rank, the round before
     gives it some. Only if that is impossible (batches of one, or fewer samples than ranks) a sample is repeated.
-
-    Args:
-        items: Samples or their indices; read one round ahead.
-        batch_size: Samples in one rank's batch.
-        ranks: Number of ranks.
-        drop_last: Leave the last round out unless it is whole.
-        begin: Where in the stream to begin: the ``end`` of an earlier round, for any number of ranks.
+    It begins at `begin`, the ``end`` of an earlier round for any number of ranks.
     """
     before: list[Any] = []
     for chunk in _chunks(islice(items, begin, None), batch_size * ranks):
@@ -82,12 +77,6 @@ def partition_batches(
 
     Batches stay whole, except in a last round with fewer batches than ranks: its longest batches are halved until
     there is one for each rank. Only if they cannot be, a sample is repeated.
-
-    Args:
-        batches: What a batch sampler yields.
-        ranks: Number of ranks.
-        drop_last: Leave the last round out unless it is whole.
-        begin: As for `partition_samples`, counted in batches.
     """
     for chunk in _chunks((list(batch) for batch in islice(batches, begin, None)), ranks):
         begin += len(chunk)
@@ -98,7 +87,6 @@ def partition_batches(
 
 
 def round_count(samples: int, batch_size: int, ranks: int, *, drop_last: bool = False) -> int:
-    """Return how many rounds `partition_samples` makes of a number of samples."""
     whole, rest = divmod(samples, batch_size * ranks)
     return whole + (rest > 0 and not drop_last)
 
@@ -129,8 +117,8 @@ def _divide(chunk: list[Any], ranks: int, end: int) -> list[Share]:
 
 def _pad(parts: list[list[Any]], repeated: list[Any], ranks: int, end: int) -> list[Share]:
     of_all = sum(map(len, parts))
-    padding = [Share(list(repeated), True, end, of_all) for _ in range(ranks - len(parts))]
-    return [Share(part, end=end, of_all=of_all) for part in parts] + padding
+    padding = [Share(list(repeated), True, end, 0, of_all) for _ in range(ranks - len(parts))]
+    return [Share(part, False, end, len(part), of_all) for part in parts] + padding
 
 
 def _halve(batches: list[list[Any]], ranks: int) -> list[list[Any]]:
@@ -145,15 +133,13 @@ def _halve(batches: list[list[Any]], ranks: int) -> list[list[Any]]:
 
 
 _END: Any = object()
-LastShare = tuple[Share, bool]
-"""A rank's batch, and whether it is the last."""
 
 
 class _Message(NamedTuple):
     """What rank 0 sends, with its pass and round, so that a rank that is out of step can detect it."""
 
     turn: tuple[int, int]
-    share: LastShare | None
+    share: Share | None
     """None if the stream is empty."""
 
 
@@ -168,17 +154,17 @@ class StreamReader:
         self._plain = _plain_copy(loader, as_samples=as_samples)
         self._passes = 0
 
-    def shares(self, start: int, begin: int, generator: torch.Generator) -> Iterator[LastShare]:
+    def shares(self, start: int, begin: int, generator: torch.Generator) -> Iterator[Share]:
         """Yield this rank's batches; with `as_samples`, which other ranks require, as uncollated samples.
 
-        Args:
-            start: Batches that this rank has taken in the pass.
-            begin: Samples that all ranks have taken in the pass; 0 if unknown, then `start` counts.
-            generator: Seeds the workers, or without workers what loading draws.
+        They begin after `begin` samples of all ranks; if that is 0, unknown, after `start` batches of this rank.
         """
         if not self.as_samples:
             batches = (Share([batch], end=number * self._size) for number, batch in enumerate(self._read(generator), 1))
-            return islice(with_last(batches), begin // self._size or start, None)
+            return (
+                share._replace(is_last=is_last)
+                for share, is_last in islice(with_last(batches), begin // self._size or start, None)
+            )
         if self.dispatch and world().is_shared:
             ensure_group()
             self._passes += 1
@@ -186,16 +172,17 @@ class StreamReader:
             return (
                 self._send(self._rounds(start, begin, generator), turns) if world().rank == 0 else self._receive(turns)
             )
-        return ((shares[self.place.rank], is_last) for shares, is_last in self._rounds(start, begin, generator))
+        return (shares[self.place.rank] for shares in self._rounds(start, begin, generator))
 
-    def _rounds(self, start: int, begin: int, generator: torch.Generator) -> Iterator[tuple[list[Share], bool]]:
+    def _rounds(self, start: int, begin: int, generator: torch.Generator) -> Iterator[list[Share]]:
         samples: Iterable[Any] = self._read(generator)
         if self._is_batched:
             samples = chain.from_iterable(samples)
         parts = partition_samples(samples, self._size, self.place.size, drop_last=self._drop_last, begin=begin)
         if not self._is_batched:  # an item may be a whole batch
-            parts = ([share._replace(of_all=0) for share in shares] for shares in parts)
-        return islice(with_last(parts), 0 if begin else start, None)
+            parts = ([share._replace(own=0, of_all=0) for share in shares] for shares in parts)
+        for shares, is_last in islice(with_last(parts), 0 if begin else start, None):
+            yield [share._replace(is_last=is_last) for share in shares]
 
     def _read(self, generator: torch.Generator) -> Iterator[Any]:
         """Yield all batches of the stream; without workers, each is loaded under a seed of its own."""
@@ -213,19 +200,17 @@ class StreamReader:
                 return
             yield batch
 
-    def _send(
-        self, rounds: Iterator[tuple[list[Share], bool]], turns: Iterator[tuple[int, int]]
-    ) -> Iterator[LastShare]:
-        is_last = False
-        for shares, is_last in rounds:
-            turn = next(turns)
-            by_rank = [(share, is_last) for share in shares for _ in range(self.copies)]
+    def _send(self, rounds: Iterator[list[Share]], turns: Iterator[tuple[int, int]]) -> Iterator[Share]:
+        is_empty = True
+        for shares in rounds:
+            turn, is_empty = next(turns), False
+            by_rank = [share for share in shares for _ in range(self.copies)]
             _scatter([None, *(_Message(turn, other) for other in by_rank[1:])])
             yield by_rank[0]
-        if not is_last:  # the stream is empty, and the other ranks wait
+        if is_empty:  # the other ranks wait
             _scatter([_Message(next(turns), None)] * world().size)
 
-    def _receive(self, turns: Iterator[tuple[int, int]]) -> Iterator[LastShare]:
+    def _receive(self, turns: Iterator[tuple[int, int]]) -> Iterator[Share]:
         is_last = False
         while not is_last:
             message, turn = _scatter(None), next(turns)
@@ -238,7 +223,7 @@ class StreamReader:
                 )
             if message.share is None:
                 return
-            is_last = message.share[1]
+            is_last = message.share.is_last
             yield message.share
 
 
@@ -251,7 +236,6 @@ def collated(loader: DataLoader[Any], samples: list[Any]) -> Any:
 
 
 def _plain_copy(loader: DataLoader[Any], *, as_samples: bool) -> DataLoader[Any]:
-    """Return a copy that iterates as torch does; with `as_samples` it yields uncollated samples."""
     copy: DataLoader[Any] = DataLoader.__new__(DataLoader)  # the constructor's arguments vary between torch versions
     vars(copy).update(vars(loader), _iterator=None)
     if as_samples:
@@ -264,7 +248,6 @@ def _identity(samples: Any) -> Any:
 
 
 def _scatter(messages: list[_Message | None] | None) -> Any:
-    """Return rank 0's message for this rank. A collective."""
     received: list[Any] = [None]
     dist.scatter_object_list(received, messages, src=0)
     return received[0]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
 from nblaunch.machine.arguments import whole_number
 from nblaunch.training.pytree import tensors_in, to_device
@@ -78,8 +77,7 @@ class Prefetcher:
         copier = copier_for(self.device)
         depth = self.depth if copier.runs_ahead else 0
         if copier.runs_ahead and hasattr(self.loader, "state_dict"):
-            inner = getattr(self.loader, "loader", None)  # of `skip_first_batches`
-            _readers[inner if isinstance(inner, DataLoader) else self.loader] = weakref.ref(self)
+            _readers[self.loader] = weakref.ref(self)
         try:
             yield from self._iterate(copier, depth)
         finally:
@@ -126,8 +124,6 @@ class Prefetcher:
 
 
 class Copier:
-    """Moves batches on demand."""
-
     runs_ahead = False
 
     def __init__(self, device: torch.device) -> None:
@@ -142,13 +138,6 @@ class Copier:
 
 
 class CudaCopier(Copier):
-    """Copies batches on a separate stream.
-
-    Args:
-        device: A GPU.
-        cuda: ``torch.cuda``, or a fake in tests.
-    """
-
     runs_ahead = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -175,5 +164,4 @@ class CudaCopier(Copier):
 
 
 def copier_for(device: torch.device) -> Copier:
-    """Return the copier for a device."""
     return CudaCopier(device) if device.type == "cuda" else Copier(device)

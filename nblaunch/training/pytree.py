@@ -21,23 +21,16 @@ def batch_size_of(*trees: Any) -> int | None:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters that an optimizer, prepared or not, steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def to_device(
     batch: Any, device: torch.device | str | None, dtype: torch.dtype | None = None, non_blocking: bool = False
 ) -> Any:
-    """Return the batch with every tensor on `device`.
+    """Return the pytree with every tensor on `device`; None keeps each where it is. Other leaves stay as they are.
 
-    Args:
-        batch: Any pytree. Objects with a method ``to`` move themselves (to the device, without the dtype); other
-            leaves, such as strings, numbers and None, stay as they are.
-        device: The target device; None for the one where each tensor is.
-        dtype: For floating-point tensors of any shape; complex ones take the complex type that matches it
-            (float64: complex128, float32 and bfloat16: complex64). A complex dtype: floats take its real part's
-            type. Integers and booleans keep theirs. Default: types stay.
-        non_blocking: As ``Tensor.to`` takes it.
+    Objects with a method ``to`` move themselves. `dtype` is for floating-point tensors; complex ones take the complex
+    type that matches it, and with a complex `dtype` floats take its real part's type.
     """
 
     def move(value: Any) -> Any:
@@ -67,7 +60,6 @@ def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tree_leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of a pytree, in order."""
     if not is_container(tree):
         yield tree
         return
@@ -85,7 +77,6 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def children(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a container's parts, each with its key, index or field name."""
     if isinstance(container, Mapping):
         yield from container.items()
     elif isinstance(container, (list, tuple, deque)):
@@ -96,7 +87,6 @@ def children(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_container(value: Any) -> bool:
-    """Return True if `tree_map` descends into `value`."""
     if isinstance(value, Mapping):
         return True
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -108,7 +98,6 @@ def _has_to(value: Any) -> bool:
 
 
 def _rebuilt(container: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the same type with other parts."""
     if isinstance(container, tuple):
         make = getattr(container, "_make", type(container))  # named tuples take their items one by one
         return make(list(parts.values()))

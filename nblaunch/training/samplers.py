@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Hashable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch.utils.data import Sampler, dataloader
+from torch.utils.data import Sampler
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import one_of, whole_number
@@ -19,8 +18,6 @@ from nblaunch.training.topology import World, data_world
 
 @dataclass(slots=True)
 class EpochProgress:
-    """The position of one loader or sampler."""
-
     epoch: int = 0
     done: int = 0
     """Batches or indices taken in the latest pass."""
@@ -36,7 +33,6 @@ class EpochProgress:
     """Whether all of this epoch was taken by a caller who stopped at the last item."""
 
     def begin(self) -> int:
-        """Begin a pass; return its first position."""
         if self.ended:
             self.complete(self.epoch)
         start, self.once = self.start if self.once is None else self.once, None
@@ -44,32 +40,24 @@ class EpochProgress:
         return start
 
     def complete(self, epoch: int) -> None:
-        """Advance after a complete pass of `epoch`, unless the epoch was set meanwhile."""
         if self.epoch == epoch:
             self.move_to(epoch + 1)
 
     def move_to(self, epoch: int) -> None:
-        """Move to the beginning of `epoch`. Moving to the current epoch changes nothing.
-
-        Raises:
-            ArgumentError: `epoch` is not a whole number of at least 0.
-        """
+        """Move to the beginning of `epoch`. Moving to the current epoch changes nothing."""
         epoch = whole_number("epoch", epoch, least=0)
         self.ended = False
         if epoch != self.epoch:
             self.epoch, self.done, self.start, self.samples, self.start_samples = epoch, 0, 0, 0, 0
 
     def resume(self, epoch: int, done: int, samples: int = 0) -> None:
-        """Begin passes of `epoch` after `done` items, until it is completed."""
         self.epoch = whole_number("epoch", epoch, least=0)
         self.done = self.start = whole_number("position", done, least=0)
         self.samples = self.start_samples = whole_number("samples", samples, least=0)
-        self.ended = False
+        self.once, self.ended = None, False
 
 
 T = TypeVar("T")
-_WORKER_ITERATOR: Any = getattr(dataloader, "_MultiProcessingDataLoaderIter", ())
-"""torch's iterator of a loader with workers. If torch renames it, a peek counts as a pass."""
 _CHUNK_SIZE = 2**16
 """Indices converted to Python ints at a time."""
 
@@ -79,10 +67,9 @@ class RankSampler(Sampler[T], Generic[T]):
 
     The order depends on (seed, epoch) alone and is the same for all ranks; each takes its part. A complete pass
     advances `epoch`, so the next pass has an order of its own; a peek at the first index does not, and `set_epoch`
-    wins. A DataLoader with workers reads its sampler ahead: a pass counts once the loader has yielded everything
-    requested from the workers (so a peek does not, unless there is only one batch), while `state_dict` includes what
-    was requested. `nblaunch.training.shard` counts what was consumed: with it a loop that stops at the last
-    batch, such as ``zip(range(n), loader)``, completes the pass too.
+    wins. A plain DataLoader with workers reads its sampler ahead, so these count what was requested from the workers.
+    `nblaunch.training.shard` counts what was consumed: with it a peek never completes a pass, and a loop that stops at
+    the last batch, such as ``zip(range(n), loader)``, does.
 
     Args:
         num_replicas: Number of ranks that share the data. Default: the world size at iteration.
@@ -101,7 +88,6 @@ class RankSampler(Sampler[T], Generic[T]):
         self._rank = None if rank is None else whole_number("rank", rank, least=0)
         self._seed = checked_seed(seed)
         self._progress = EpochProgress()
-        self._unsettled: tuple[Sized, int] | None = None
         self._loaded_for: int | None = None  # the ranks of the latest loaded state
         if rank is not None and num_replicas is not None:
             self._place()
@@ -124,7 +110,6 @@ class RankSampler(Sampler[T], Generic[T]):
     @property
     def epoch(self) -> int:
         """The epoch of the current pass, or of the next one."""
-        self._settle()
         return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -133,7 +118,6 @@ class RankSampler(Sampler[T], Generic[T]):
         Raises:
             ArgumentError: `epoch` is not a whole number of at least 0.
         """
-        self._settle()
         self._progress.move_to(epoch)
 
     def state_dict(self) -> dict[str, int]:
@@ -157,7 +141,6 @@ class RankSampler(Sampler[T], Generic[T]):
         self._seed = checked_seed(state["seed"])
         self._loaded_for = state["num_replicas"]
         self._progress.resume(state["epoch"], state["position"], state["samples"])
-        self._unsettled = None
 
     def _place(self) -> World:
         rank, replicas = self.rank, self.num_replicas
@@ -165,51 +148,17 @@ class RankSampler(Sampler[T], Generic[T]):
             raise ArgumentError(f"rank={rank}, num_replicas={replicas}: rank must be below num_replicas")
         return World(rank, rank, replicas)
 
-    def _part_of(self, count: int) -> int:
-        """Return how many of `count` items this rank takes if it takes every `num_replicas`-th."""
-        place = self._place()
-        return (count - place.rank + place.size - 1) // place.size
-
-    @property
-    def _begin(self) -> int:
-        """How many items of the whole order all ranks had taken where passes of this epoch begin."""
-        self._settle()
-        return self._progress.start_samples
-
     def _iterate(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate what this rank takes of the whole order from `_begin` on, and count the pass."""
-        self._settle()
-        self._unsettled = None  # an unfinished pass was abandoned
+        """Iterate what this rank takes of the whole order from `start_samples` on, and count the pass."""
         start, epoch = self._progress.begin(), self.epoch
         for place, item in enumerate(items, start + 1):
             self._progress.done = place
             yield item
-        if (requested := _requested_from_workers()) is None:
-            self._progress.complete(epoch)
-        else:
-            self._unsettled = requested, epoch
-
-    def _settle(self) -> None:
-        """Complete a pass that workers read ahead, once the loader has yielded everything."""
-        if self._unsettled is not None and not self._unsettled[0]:
-            self._progress.complete(self._unsettled[1])
-            self._unsettled = None
+        self._progress.complete(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything except what belongs to this process."""
-        self._settle()
-        return {**vars(self), "_unsettled": None, "_progress": copy.copy(self._progress)}
-
-
-def _requested_from_workers() -> Sized | None:
-    """Return the live record of batches requested from workers and not yielded, if a loader with workers reads here."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        iterator = frame.f_locals.get("self")
-        if isinstance(iterator, _WORKER_ITERATOR):
-            return getattr(iterator, "_task_info", None)  # each pass has a dict of its own, which outlives the iterator
-    return None
+        return {**vars(self), "_progress": copy.copy(self._progress)}
 
 
 class _IndexSampler(RankSampler[int]):
@@ -219,12 +168,13 @@ class _IndexSampler(RankSampler[int]):
     """Number of indices in a pass, over all ranks."""
 
     def __len__(self) -> int:
-        return self._part_of(self.total)
+        place = self._place()
+        return (self.total - place.rank + place.size - 1) // place.size
 
     def __iter__(self) -> Iterator[int]:
         place = self._place()
         drawn = self._draw(derived_generator(self.seed, self.epoch))
-        return self._iterate(_in_chunks(drawn[self._begin + place.rank :: place.size]))
+        return self._iterate(_in_chunks(drawn[self._progress.start_samples + place.rank :: place.size]))
 
     def _draw(self, generator: torch.Generator) -> torch.Tensor:
         raise NotImplementedError
@@ -397,7 +347,7 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
         if not len(self):
             return self._iterate([])
         place, generator = self._place(), derived_generator(self.seed, self.epoch)
-        if self._begin and self._loaded_for != place.size:
+        if self._progress.start_samples and self._loaded_for != place.size:
             raise ArgumentError(
                 f"the sampler's state was taken with num_replicas={self._loaded_for}, and this is {place.size}: "
                 "balanced batches depend on it, so samples would be lost or repeated. Resume with as many ranks, or "
@@ -409,13 +359,12 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
         if self.shuffle:
             places = torch.rand(batches.shape, generator=generator).argsort(dim=2)
             batches = batches.gather(2, places)
-        return self._iterate(batches[self._begin // place.size :, place.rank].tolist())
+        return self._iterate(batches[self._progress.start_samples // place.size :, place.rank].tolist())
 
     def _per_class(self) -> int:
         return self.batch_size // len(self._members)
 
     def _draw(self, members: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        """Draw samples of one class for all ranks' batches: all in some order, then all again in another."""
         count = torch.Size(shape).numel()
         runs = [
             members[torch.randperm(len(members), generator=generator)] if self.shuffle else members
@@ -425,7 +374,6 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
 
 
 def _members_by_class(labels: Iterable[Any]) -> list[torch.Tensor]:
-    """Return each class's indices, in the order in which the classes first appear."""
     members: dict[Hashable, list[int]] = {}
     for index, label in enumerate(labels.tolist() if hasattr(labels, "tolist") else labels):
         members.setdefault(_class_of(label, index), []).append(index)

@@ -6,7 +6,6 @@ Rank 0 writes a file for each object; where ranks divide models, it gathers thei
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -14,12 +13,11 @@ import re
 import shutil
 import socket
 import weakref
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -44,15 +42,16 @@ from nblaunch.training.parallelism import (
     parts_of,
     unwrapped,
 )
-from nblaunch.training.pytree import parameters_of, tree_leaves, tree_map
-from nblaunch.training.seeding import random_states, restore_random_states, seed_from_random_states
-from nblaunch.training.topology import data_world, world
+from nblaunch.training.pytree import parameters_of, tree_leaves
+from nblaunch.training.seeding import random_states, resume_random_states
+from nblaunch.training.topology import world
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
-_CHUNK_BYTES = 1 << 20
-_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>new|old|partial)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>old|partial)")
 
 
+# ------------------------------------------------------------------ the folder
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Describes a complete folder; in its file ``manifest.json``, which is written last."""
@@ -64,11 +63,6 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of a folder.
-
-        Raises:
-            ArgumentError: The folder is missing, is not a saved state, or its manifest is damaged.
-        """
         name = f"input_dir={str(folder)!r}"
         if not folder.is_dir():
             raise ArgumentError(f"{name}: there is no such folder")
@@ -80,152 +74,79 @@ class Manifest:
         except (ValueError, TypeError) as error:
             raise ArgumentError(f"{name}: its {MANIFEST} is damaged: load another folder") from error
 
-    def check_files(self, folder: Path, part: int, parts: int) -> None:
-        """Check that the files are there, with their sizes and, for a part of them, the checksums that torch writes.
-
-        Args:
-            folder: The saved state.
-            part: Which of the parts to check, from 0: each rank has one.
-            parts: Their number.
-
-        Raises:
-            ArgumentError: A file is not; the message names it.
-        """
+    def check_files(self, folder: Path) -> None:
         for file, size in self.sizes.items():
             path = folder / file
             there = path.stat().st_size if path.is_file() else None
-            if there is None:
-                state = "missing"
-            elif there != size:
-                state = f"damaged: it has {there} bytes instead of {size}"
-            elif path.parent == folder and path.suffix == ".pt" and not _is_intact(path, part, parts):
-                state = "damaged: its content differs from what was written"
-            else:
-                continue
-            raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
+            if there != size:
+                state = "missing" if there is None else f"damaged: it has {there} bytes instead of {size}"
+                raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
 
 
-def _is_intact(path: Path, part: int, parts: int) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for tensor in archive.infolist()[part::parts]:
-                with archive.open(tensor) as content:
-                    while content.read(_CHUNK_BYTES):  # compares the checksum at the end
-                        pass
-        return True
-    except (zipfile.BadZipFile, EOFError, NotImplementedError):  # the table of contents itself is damaged
-        return False
+def _begin(target: Path) -> Path:
+    """Make the folder to write into, beside the target, and remove those of writers that were killed.
 
-
-class StateFolder:
-    """A folder that is written beside its final place, and moved there once it is complete.
-
-    All methods are for the process that writes: rank 0.
-
-    Attributes:
-        target: The final place.
-        scratch: The folder to write into.
+    An earlier saved state in the target will be replaced; other files there stay.
     """
-
-    def __init__(self, target: Path) -> None:
-        self.target, self.scratch = target, _beside(target, "partial")
-
-    @classmethod
-    def begin(cls, target: Path) -> StateFolder:
-        """Make the folder to write into, and remove those of writers that were killed.
-
-        Args:
-            target: The final place. An earlier saved state there is replaced; other files in it stay.
-
-        Raises:
-            ArgumentError: The target is a file, or a folder with files that no saved state accounts for.
-        """
-        if target.exists() and not target.is_dir():
-            raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
-        if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
-            raise ArgumentError(f"output_dir={str(target)!r}: it is the current folder: give a folder of its own")
-        if target.is_dir() and (others := sorted(os.listdir(target))) and not is_state(target):
+    if target.exists() and not target.is_dir():
+        raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
+    if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
+        raise ArgumentError(f"output_dir={str(target)!r}: it is the current folder: give a folder of its own")
+    if target.is_dir() and (others := sorted(os.listdir(target))):
+        try:
+            Manifest.read(target)  # another program's is damaged
+        except ArgumentError:
             raise ArgumentError(
                 f"output_dir={str(target)!r}: save_state replaces the folder, and did not write what is in it "
                 f"({', '.join(others[:3])}): give a folder of its own, such as {str(target / 'state')!r}"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        repair(target)
-        for path, writer in _unfinished(target.parent):
-            if writer["kind"] == "partial" and _has_ended(writer):
-                shutil.rmtree(path, ignore_errors=True)  # another process may remove it too
-        begun = cls(target)
-        begun.scratch.mkdir()
-        if target.is_dir():
-            shutil.copymode(target, begun.scratch)
-        return begun
-
-    def complete(self, kinds: dict[str, list[str]]) -> None:
-        """Write the manifest, flush everything to the disk, and move the folder to its place."""
-        files = sorted(path for path in self.scratch.rglob("*") if path.is_file())
-        sizes = {path.relative_to(self.scratch).as_posix(): path.stat().st_size for path in files}
-        manifest = Manifest(kinds, sizes)
-        (self.scratch / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-        for path in (*files, self.scratch / MANIFEST, *_folders(self.scratch)):
-            flush(path)
-        if not self.target.exists():
-            self.scratch.rename(self.target)
-        else:
-            ready, before = _beside(self.target, "new"), _beside(self.target, "old")
-            try:
-                self.scratch.rename(ready)
-                if not _exchange(ready, self.target):
-                    self.target.rename(before)
-                    ready.rename(self.target)
-            finally:  # after an interrupt too
-                repair(self.target)
-        flush(self.target.parent)
-
-    def discard(self) -> None:
-        """Remove what was written, if it was not completed."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
+            ) from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _repair(target)
+    for path, writer in _unfinished(target.parent):
+        if writer["kind"] == "partial" and _has_ended(writer):
+            shutil.rmtree(path, ignore_errors=True)  # another process may remove it too
+    scratch = _beside(target, "partial")
+    scratch.mkdir()
+    if target.is_dir():
+        shutil.copymode(target, scratch)
+    return scratch
 
 
-def is_state(folder: Path) -> bool:
-    """Return True for a complete saved state, and not for a folder with another program's ``manifest.json``."""
+def _complete(scratch: Path, target: Path, kinds: dict[str, list[str]]) -> None:
+    """Write the manifest, flush everything to the disk, and move the folder to its place."""
+    sizes = {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}
+    (scratch / MANIFEST).write_text(json.dumps(asdict(Manifest(kinds, sizes)), indent=1))
+    for path in (*scratch.iterdir(), scratch):
+        flush(path)
     try:
-        Manifest.read(folder)
-    except ArgumentError:
-        return False
-    return True
+        if target.exists():
+            target.rename(_beside(target, "old"))
+        scratch.rename(target)
+    finally:  # after an interrupt too
+        _repair(target)
+    flush(target.parent)
 
 
-def repair(target: Path) -> None:
+def _repair(target: Path) -> None:
     """Finish a replacement of `target` by a writer that has ended, and if it is missing, by one on another machine.
 
-    If `target` is missing, the new state takes its place, else that from before. All other ones are removed.
+    If `target` is missing, the earlier state takes its place again; else that is removed, and other files that were in
+    its folder are kept.
     """
-    for path, writer in sorted(_unfinished(target.parent), key=lambda found: found[1]["kind"]):  # "new" before "old"
-        if writer["kind"] == "partial" or writer["name"] != target.name:
+    for before, writer in list(_unfinished(target.parent)):
+        if writer["kind"] != "old" or writer["name"] != target.name:
             continue
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             if not target.exists() and (_has_ended(writer) or writer["host"] != _host()):
-                path.rename(target)
+                before.rename(target)
             elif _has_ended(writer):
-                _retire(path, target)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders' names in one step (Linux, ``renameat2``); return False where that is impossible."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0
-
-
-def _retire(before: Path, target: Path) -> None:
-    """Remove a replaced state, and keep other files that were in its folder."""
-    own = {MANIFEST}
-    with contextlib.suppress(ArgumentError):  # an empty folder, or a damaged manifest
-        own |= {file.split("/")[0] for file in Manifest.read(before).sizes}
-    for path in list(before.iterdir()):
-        if path.name not in own and not (target / path.name).exists():
-            path.rename(target / path.name)
-    shutil.rmtree(before)
+                own = {MANIFEST}
+                with contextlib.suppress(ArgumentError):  # it was an empty folder
+                    own |= Manifest.read(before).sizes.keys()
+                for path in list(before.iterdir()):
+                    if path.name not in own and not (target / path.name).exists():
+                        path.rename(target / path.name)
+                shutil.rmtree(before)
 
 
 def _beside(target: Path, kind: str) -> Path:
@@ -248,16 +169,13 @@ def _has_ended(writer: re.Match[str]) -> bool:
     return writer["host"] == _host() and (pid == os.getpid() or not alive(pid))
 
 
-def _folders(top: Path) -> list[Path]:
-    return [top, *(path for path in top.rglob("*") if path.is_dir())]
-
-
+# ------------------------------------------------------------------ what was prepared
 _KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader)
 _NEEDED = {nn.Module: "modules", Optimizer: "optimizers", LRScheduler: "schedulers"}
 
 
 class PreparedObjects:
-    """The prepared objects that still exist, each once, in the order of their preparation.
+    """The objects that an Accelerator prepared in this process and that still exist, each once, in their order.
 
     A cell that is run again prepares new objects: the earlier ones must not be kept alive, nor be saved.
     """
@@ -266,85 +184,51 @@ class PreparedObjects:
         self._references: list[weakref.ref[Any]] = []
         self._seen: set[type] = set()
         """Those of `_NEEDED` that were prepared."""
-        self._is_settled = True
-        """Whether no object can have taken the place of an earlier one since `collect`."""
+        self._may_be_replaced = False
+        """Whether a later object can have taken the place of an earlier one since `settle`."""
 
     def __reduce__(self) -> Any:
         return PreparedObjects, ()  # nothing is prepared yet in the process that receives it
 
     def add(self, objects: Any) -> None:
         """Note the objects of a pytree. Of a wrapper its inner object, which lives as long as the user has either."""
-        before = [kind for kind in _KINDS if self._of(kind)]
+        self._may_be_replaced |= bool(self._references)
         for leaf in tree_leaves(objects):
-            if isinstance(leaf, nn.Module):
-                self._add(unwrapped(leaf))
-            elif isinstance(leaf, (SteppedOptimizer, SteppedScheduler)):
-                self._add(leaf.inner)
-            elif isinstance(leaf, _KINDS):
-                self._add(leaf)
-            if isinstance(leaf, tuple(before)):
-                self._is_settled = False
+            if isinstance(leaf, (SteppedOptimizer, SteppedScheduler)):
+                leaf = leaf.inner
+            elif isinstance(leaf, nn.Module):
+                leaf = unwrapped(leaf)
+            if isinstance(leaf, _KINDS) and all(reference() is not leaf for reference in self._references):
+                self._references.append(weakref.ref(leaf))
+                self._seen |= {kind for kind in _NEEDED if isinstance(leaf, kind)}
 
-    def _add(self, thing: Any) -> None:
-        if any(reference() is thing for reference in self._references):
-            return
-        self._references.append(weakref.ref(thing))
-        self._seen |= {kind for kind in _NEEDED if isinstance(thing, kind)}
-
-    def collect(self) -> None:
-        """Drop objects that only reference cycles keep alive, if others may have taken their place."""
-        if not self._is_settled:
+    def settle(self) -> None:
+        """Drop what only reference cycles keep alive: a cell that was run again has replaced it."""
+        if self._may_be_replaced:
             gc.collect()  # 0.1 s and more in a process with torch
-            self._is_settled = True
+            self._may_be_replaced = False
         self._references = [reference for reference in self._references if reference() is not None]
 
     def check_any_left(self) -> None:
-        """Refuse a state without what was trained.
-
-        Raises:
-            ArgumentError: All prepared objects of a kind are gone.
-        """
+        """Refuse a state without what was trained."""
         for kind, name in _NEEDED.items():
-            if kind in self._seen and not self._of(kind):
+            if kind in self._seen and not self.of(kind):
                 raise ArgumentError(
                     f"the prepared {name} no longer exist: keep a reference to them until save_state or load_state"
                 )
 
-    def _of(self, kind: type) -> list[Any]:
+    def of(self, kind: type[T]) -> list[T]:
         return [thing for thing in (reference() for reference in self._references) if isinstance(thing, kind)]
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """The users' own modules."""
-        return self._of(nn.Module)
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return self._of(Optimizer)
-
-    @property
-    def schedulers(self) -> list[LRScheduler]:
-        return self._of(LRScheduler)
-
-    @property
-    def loaders(self) -> list[Any]:
-        return self._of(DataLoader)
-
-
+# ------------------------------------------------------------------ states
 RANKS, SCALER = "ranks.pt", "scaler.pt"
 """In a saved state's folder: what differs between ranks, and the gradient scaler."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """Saves and loads what an Accelerator prepared. Its methods are collectives.
-
-    Attributes:
-        prepared: The prepared objects.
-        registered: Other objects with a state.
-        gradients: Of the same Accelerator.
-        copies: Consecutive ranks that compute on the same samples.
-    """
+    """Saves and loads what an Accelerator prepared. Its methods are collectives."""
 
     prepared: PreparedObjects
     registered: list[Any]
@@ -354,7 +238,7 @@ class SavedStates:
     # ------------------------------------------------------------------ saving
     def save(self, output_dir: str | Path) -> Path:
         """See `Accelerator.save_state`."""
-        self.prepared.collect()
+        self.prepared.settle()
         target = Path(output_dir).expanduser().resolve()  # a link to a folder stays
         parts = exchange_results(lambda: (target, self._kinds(), self._own_state()))
         if any(other != parts[0][0] for other, *_ in parts):
@@ -363,20 +247,22 @@ class SavedStates:
         if any(other != kinds for _, other, _ in parts):
             raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on each")
         is_writer = world().rank == 0
-        folder = exchange_results(lambda: StateFolder.begin(target) if is_writer else None)[0]
-        assert folder is not None
+        scratch = exchange_results(lambda: _begin(target) if is_writer else target)[0]
         try:
-            whole = self._whole_states()
+            divided = [
+                *filter(has_sharded_parameters, self.prepared.of(nn.Module)),
+                *filter(_is_divided, self.prepared.of(Optimizer)),
+            ]
+            whole = {id(part): full_state(part) for part in divided}
             by_rank = [own for *_, own in parts]
-            exchange_results(lambda: self._write(folder.scratch, whole, by_rank) if is_writer else None)
-            exchange_results(lambda: folder.complete(kinds) if is_writer else None)
+            exchange_results(lambda: self._write(scratch, whole, by_rank) if is_writer else None)
+            exchange_results(lambda: _complete(scratch, target, kinds) if is_writer else None)
         finally:
             if is_writer:
-                folder.discard()
+                shutil.rmtree(scratch, ignore_errors=True)
         return target
 
     def _own_state(self) -> dict[str, Any]:
-        """Return what differs between ranks."""
         self.prepared.check_any_left()
         if self.gradients.unfinished:
             raise ArgumentError(
@@ -386,69 +272,52 @@ class SavedStates:
         return {
             "copies": self.copies,
             "random": random_states(),
-            "loaders": [position_of(loader, self.gradients.continues(loader)) for loader in self.prepared.loaders],
+            "loaders": [
+                position_of(loader, self.gradients.continues(loader)) for loader in self.prepared.of(DataLoader)
+            ],
         }
 
     def _things(self) -> dict[str, list[Any]]:
-        """Return what has a state, by kind."""
-        record = self.prepared
+        of = self.prepared.of
         return {
-            "model": [*record.models],
-            "optimizer": [*record.optimizers],
-            "scheduler": [*record.schedulers],
+            "model": of(nn.Module),
+            "optimizer": of(Optimizer),
+            "scheduler": of(LRScheduler),
             "object": self.registered,
         }
 
     def _kinds(self) -> dict[str, list[str]]:
         return {kind: [type(thing).__name__ for thing in things] for kind, things in self._things().items()}
 
-    def _whole_states(self) -> dict[int, dict[str, Any]]:
-        """Return by id the states of modules and optimizers that ranks divide: on rank 0 the whole ones."""
-        record = self.prepared
-        divided = [
-            *filter(has_sharded_parameters, record.models),
-            *(optimizer for optimizer in record.optimizers if _is_divided(optimizer)),
-        ]
-        return {id(part): full_state(part) for part in divided}
-
     def _write(self, folder: Path, whole: dict[int, dict[str, Any]], by_rank: list[dict[str, Any]]) -> None:
-        """Write all files; `whole` has the states that ranks had to gather."""
         scaler = self.gradients.scaler
         for kind, things in self._things().items():
             for number, thing in enumerate(things):
                 path = _path_of(folder, kind, number)
-                _write_file(whole[id(thing)] if id(thing) in whole else thing.state_dict(), path)
+                checkpoint.save(whole[id(thing)] if id(thing) in whole else thing.state_dict(), path)
                 if kind != "model":
                     _warn_about_code(path)
         if scaler is not None:
-            _write_file(scaler.state_dict(), folder / SCALER)
-        _write_file(by_rank, folder / RANKS)
+            checkpoint.save(scaler.state_dict(), folder / SCALER)
+        checkpoint.save(by_rank, folder / RANKS)
 
     # ------------------------------------------------------------------ loading
     def load(self, input_dir: str | Path, *, strict: bool, weights_only: bool) -> None:
         """See `Accelerator.load_state`."""
-        self.prepared.collect()
+        self.prepared.settle()
         folder = Path(input_dir).expanduser().resolve()
-        exchange_results(lambda: repair(folder) if world().rank == 0 else None)
+        exchange_results(lambda: _repair(folder) if world().rank == 0 else None)
         manifest = exchange_results(lambda: self._checked_manifest(folder))[world().rank]
         loads: list[Callable[[], Any]] = []
         exchange_results(lambda: loads.extend(self._read(folder, manifest, strict, weights_only)))
 
-        def load_all() -> None:
-            for load in loads:
-                load()
-
-        exchange_results(load_all)
+        exchange_results(lambda: [load() for load in loads])
 
     def _checked_manifest(self, folder: Path) -> Manifest:
-        """Return the folder's manifest, if it is of the objects that were prepared and registered here.
-
-        Raises:
-            ArgumentError: It is not.
-        """
+        """Return the folder's manifest, if it is of the objects that were prepared and registered here."""
         self.prepared.check_any_left()
         manifest = Manifest.read(folder)
-        manifest.check_files(folder, world().rank, world().size)
+        manifest.check_files(folder)
         for kind, names in self._kinds().items():
             before = manifest.kinds[kind]
             compared = kind in ("optimizer", "scheduler")  # the user may have renamed a class of a model
@@ -462,15 +331,17 @@ class SavedStates:
 
     def _read(self, folder: Path, manifest: Manifest, strict: bool, weights_only: bool) -> list[Callable[[], Any]]:
         """Read and check everything. Return the calls that load it, the random states last."""
-        record, loads = self.prepared, list[Callable[[], Any]]()
+        things, loads = self._things(), list[Callable[[], Any]]()
         options = {"weights_only": weights_only}
-        for number, model in enumerate(record.models):
-            loads.append(partial(_load_model, model, _read_model(model, folder, number, strict), strict))
-        for number, optimizer in enumerate(record.optimizers):
+        for number, model in enumerate(things["model"]):
+            state = _read_model(model, folder, number, strict)
+            loads.append(
+                partial(lambda model, state: model.load_state_dict(parts_of(model, state), strict=strict), model, state)
+            )
+        for number, optimizer in enumerate(things["optimizer"]):
             loads.append(partial(load_full_state, optimizer, _read_optimizer(optimizer, folder, number, options)))
-        kinds: dict[str, list[Any]] = {"scheduler": [*record.schedulers], "object": self.registered}
-        for kind, things in kinds.items():
-            for number, thing in enumerate(things):
+        for kind in ("scheduler", "object"):
+            for number, thing in enumerate(things[kind]):
                 loads.append(partial(thing.load_state_dict, _read_file(_path_of(folder, kind, number), options)))
         scaler, has_scaler = self.gradients.scaler, SCALER in manifest.sizes
         if scaler is not None and has_scaler:
@@ -482,8 +353,8 @@ class SavedStates:
 
     def _continue(self, ranks: list[dict[str, Any]]) -> None:
         """Continue where the ranks stood: the loaders' positions, and the random states."""
-        own, is_known = self._own_of(ranks)
-        loaders, positions = self.prepared.loaders, own["loaders"]
+        own = ranks[world().rank if len(ranks) == world().size else 0]
+        loaders, positions = self.prepared.of(DataLoader), own["loaders"]
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
             restore_position(loader, number, position)
         if len(loaders) != len(positions):
@@ -492,25 +363,11 @@ class SavedStates:
                 f"{len(loaders)}: the first ones continue, in the order of their preparation"
             )
         self.gradients.begin_step()
-        for model in self.prepared.models:
+        for model in self.prepared.of(nn.Module):
             drop_unshared_gradients(model)
             for parameter in model.parameters():
                 parameter.grad = None
-        if is_known:
-            restore_random_states(own["random"])
-        else:
-            seed_from_random_states(own["random"], data_world(self.copies).rank)
-
-    def _own_of(self, ranks: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-        """Return what was saved for this rank; rank 0's, and False, if there was no such rank.
-
-        Ranks of one tensor group must draw the same numbers: if the groups have another size now, each is one rank.
-        """
-        before = ranks[0]["copies"]
-        if (len(ranks), before) == (world().size, self.copies):
-            return ranks[world().rank], True
-        groups, part = ranks[::before], data_world(self.copies).rank
-        return (groups[part], True) if part < len(groups) else (groups[0], False)
+        resume_random_states([saved["random"] for saved in ranks], ranks[0]["copies"], self.copies)
 
 
 def _counted(kind: str, names: list[str]) -> str:
@@ -518,7 +375,6 @@ def _counted(kind: str, names: list[str]) -> str:
 
 
 def _warn_once(message: str) -> None:
-    """Warn on the main process only."""
     if world().rank == 0:
         warn(message)
 
@@ -534,10 +390,6 @@ def _read_model(model: nn.Module, folder: Path, number: int, strict: bool) -> di
     state: dict[str, Any] = _read_file(path, {"mmap": has_sharded_parameters(model)})  # each rank copies its part only
     check_weights(f"input_dir={str(folder)!r}: {path.name}", model, model.state_dict(), state, strict)
     return state
-
-
-def _load_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
-    model.load_state_dict(parts_of(model, state), strict=strict)
 
 
 def _read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -556,26 +408,11 @@ def _read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: di
 
 # ------------------------------------------------------------------ files
 def _path_of(folder: Path, kind: str, number: int) -> Path:
-    """Return ``model.pt``, ``model_1.pt`` ... in a folder."""
     return folder / (f"{kind}_{number}.pt" if number else f"{kind}.pt")
 
 
-def _write_file(state: Any, path: Path) -> None:
-    """Write one file, with Python's numbers for NumPy's: a file that is read without running code cannot hold those."""
-    checkpoint.save(tree_map(_python_number, state), path)
-
-
-def _python_number(leaf: Any) -> Any:
-    is_numpys = type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == () and hasattr(leaf, "dtype")
-    return leaf.item() if is_numpys else leaf
-
-
 def _read_file(path: Path, options: dict[str, Any] | None = None) -> Any:
-    """Read a file to the CPU. Unless `options` say otherwise, loading executes no code.
-
-    Raises:
-        ArgumentError: The file is damaged, or holds objects that run code when they are loaded.
-    """
+    """Read a file to the CPU. Unless `options` say otherwise, loading executes no code."""
     try:
         return torch.load(path, **{"map_location": "cpu", "weights_only": True, **(options or {})})
     except Exception as error:
@@ -600,6 +437,5 @@ def _warn_about_code(path: Path) -> None:
 
 
 def _refused(error: Exception) -> str:
-    """Return the name of the object that torch refused to load without running code."""
     match = re.search(r"Unsupported (?:global|class)\W+(?:GLOBAL )?([\w.]+)", str(error))
     return "" if match is None else match[1]

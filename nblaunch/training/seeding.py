@@ -15,6 +15,7 @@ import torch
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import whole_number
+from nblaunch.training.topology import data_world, world
 
 SEED_VARIABLE = "NBLAUNCH_SEED"
 """Set by `seed_everything`, for ranks that are launched later."""
@@ -64,11 +65,7 @@ def seed_worker(worker_id: int) -> None:
 
 
 def default_seed() -> int:
-    """Return the seed of `seed_everything`, called here or in the process that started this one; else 0.
-
-    Raises:
-        ArgumentError: The environment variable NBLAUNCH_SEED is not a seed.
-    """
+    """Return the seed of `seed_everything`, called here or in the process that started this one; else 0."""
     text = os.environ.get(SEED_VARIABLE, "0")
     if not (text.isascii() and text.isdigit() and int(text) < _SEED_LIMIT):
         raise ArgumentError(
@@ -90,11 +87,6 @@ def order_seed(generators: Sequence[torch.Generator]) -> int:
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Return `seed` as an int, or None.
-
-    Raises:
-        ArgumentError: It is neither None nor a whole number from 0 to 2**32 - 1.
-    """
     return None if seed is None else whole_number("seed", seed, least=0, most=_SEED_LIMIT - 1)
 
 
@@ -121,7 +113,6 @@ def derived_seed(*numbers: int) -> int:
 
 
 def derived_generator(*numbers: int) -> torch.Generator:
-    """Return a CPU generator seeded from several numbers."""
     return torch.Generator().manual_seed(derived_seed(*numbers))
 
 
@@ -144,7 +135,6 @@ def seeded(seed: int, *generators: torch.Generator) -> Iterator[None]:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of this rank's generators: torch's, its GPU's, Python's, and NumPy's if it is loaded."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():  # asking whether it is available would start the driver
         states["cuda"] = torch.cuda.get_rng_state()
@@ -155,7 +145,6 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the states that `random_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available():
@@ -167,11 +156,19 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-def seed_from_random_states(states: Mapping[str, Any], rank: int) -> None:
-    """Seed this rank's generators from another rank's states, for a rank that did not exist when they were saved."""
-    data = bytes(states["torch"].tolist())
-    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-    seed_generators(derived_seed(digest, rank))
+def resume_random_states(by_rank: Sequence[Mapping[str, Any]], before: int, copies: int) -> None:
+    """Restore this rank's states; a rank that did not exist gets states derived from rank 0's.
+
+    Ranks of one tensor group must draw the same numbers: if the groups have another size now, each is one rank.
+    """
+    groups, part = by_rank[::before], data_world(copies).rank
+    if (len(by_rank), before) == (world().size, copies):
+        restore_random_states(by_rank[world().rank])
+    elif part < len(groups):
+        restore_random_states(groups[part])
+    else:
+        digest = hashlib.blake2b(bytes(groups[0]["torch"].tolist()), digest_size=8).digest()
+        seed_generators(derived_seed(int.from_bytes(digest, "big"), part))
 
 
 def _seed_python_and_numpy(seed: int) -> None:

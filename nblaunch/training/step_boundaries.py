@@ -14,9 +14,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import processes
 from nblaunch.ranks.report import current
 from nblaunch.training.topology import has_group, world
+
+STOP_AGREEMENT_S = 2.0
+"""For the ranks of an interrupted training run to agree on their last step; usually milliseconds."""
+STOP_STEP_S = 3.0
+"""For that step to end, or twice as long as the longest one before. Then KeyboardInterrupt is raised within it."""
+MAX_STOP_STEP_S = 15.0
+"""The limit of that: ``finally`` and the checkpoint need the rest of the grace period."""
+STOP_POLL_S = 0.01
+"""Between two looks for the steps of the other ranks."""
+STOP_SIGNAL_INTERVAL_S = 0.5
+"""Before a rank whose step has not ended is interrupted again; a second interrupt that comes sooner is the first."""
 
 
 class AgreedStop(BaseException):
@@ -35,17 +46,11 @@ class StepBoundaries:
     run, and at the second interrupt: in a launch the kernel kills the ranks then.
 
     In a rank of torchrun or srun, and in another thread than the main one, interrupts are not deferred.
-
-    Args:
-        key: The run's name in the store.
-
-    Attributes:
-        is_asked: Whether the run was interrupted.
-        is_saving: Whether the rank writes a checkpoint, which may take longer than a step.
     """
 
     def __init__(self, key: str) -> None:
-        self.is_asked = self.is_saving = False
+        self.is_asked = False
+        self.is_saving = False  # a checkpoint, which may take longer than a step
         self._key = key
         self._position = 0
         """Boundaries reached, and so the number of the step that was begun last."""
@@ -83,32 +88,24 @@ class StepBoundaries:
         self._ended.set()  # first: no late signal
         if self._undo is not None:
             self._undo()
-            if kind is not None and not self._has_ended_together:
+            has_ended_together = self._last is not None and self._position > self._last
+            if kind is not None and not has_ended_together:
                 self._post_that_it_left()
 
     # ------------------------------------------------------------------ in the loop
     def reach(self) -> None:
-        """Note a boundary. All ranks call it alike.
-
-        Raises:
-            AgreedStop: On every rank at this boundary, after an interrupt.
-            KeyboardInterrupt: The ranks could not agree.
-        """
+        """Note a boundary. All ranks call it alike."""
         self._position += 1  # before the flag is read
         now = time.monotonic()
         self._longest, self._begun = max(self._longest, now - self._begun), now
         if not self.is_asked:
             return
-        if not self._settled.wait(2 * timeouts.STOP_AGREEMENT_S) or self._last is None:
+        if not self._settled.wait(2 * STOP_AGREEMENT_S) or self._last is None:
             self._ended.set()
             raise KeyboardInterrupt
         if self._position > self._last:
             self._ended.set()
             raise AgreedStop
-
-    @property
-    def _has_ended_together(self) -> bool:
-        return self._last is not None and self._position > self._last
 
     # ------------------------------------------------------------------ the interrupt
     def ask(self) -> None:
@@ -133,7 +130,7 @@ class StepBoundaries:
         """Handle SIGINT in the notebook's own process."""
         if os.getpid() != self._owner:
             return  # a DataLoader's worker, which the last step may need
-        is_second = self.is_asked and time.monotonic() - self._asked_at > timeouts.STOP_SIGNAL_INTERVAL_S
+        is_second = self.is_asked and time.monotonic() - self._asked_at > STOP_SIGNAL_INTERVAL_S
         self.ask()
         if not self.may_wait() or is_second:
             self._ended.set()
@@ -146,15 +143,15 @@ class StepBoundaries:
         with contextlib.suppress(Exception):  # the store's, once the process that serves it has ended
             self._last = self._agree(own)
         self._settled.set()
-        limit = min(max(timeouts.STOP_STEP_S, 2 * self._longest), timeouts.MAX_STOP_STEP_S)
-        while self._last is not None and not self._ended.wait(10 * timeouts.STOP_POLL_S):
+        limit = min(max(STOP_STEP_S, 2 * self._longest), MAX_STOP_STEP_S)
+        while self._last is not None and not self._ended.wait(10 * STOP_POLL_S):
             is_late = time.monotonic() > self._asked_at + limit and not self.is_saving
             if is_late or self._has_lost_a_rank():
                 break
         self._is_over = True
         while not self._ended.is_set():
             signal.pthread_kill(self._main, signal.SIGINT)
-            self._ended.wait(timeouts.STOP_SIGNAL_INTERVAL_S)
+            self._ended.wait(STOP_SIGNAL_INTERVAL_S)
 
     def _agree(self, own: int) -> int | None:
         """Return the latest step that a rank is in; None if a rank does not post its own."""
@@ -168,8 +165,8 @@ class StepBoundaries:
         store.set(keys[world().rank], str(own))
         self._store = store
         while not store.check(keys):
-            is_late = time.monotonic() > self._asked_at + timeouts.STOP_AGREEMENT_S
-            if self._ended.wait(timeouts.STOP_POLL_S) or is_late or self._has_lost_a_rank():
+            is_late = time.monotonic() > self._asked_at + STOP_AGREEMENT_S
+            if self._ended.wait(STOP_POLL_S) or is_late or self._has_lost_a_rank():
                 return None
         return max(int(store.get(key)) for key in keys)
 

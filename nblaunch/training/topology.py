@@ -22,8 +22,6 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rank, local rank and world size of this process."""
-
     rank: int
     """From 0 to `size` - 1, over all machines."""
     local_rank: int
@@ -32,7 +30,6 @@ class World:
 
     @property
     def is_shared(self) -> bool:
-        """Return True if there are other ranks."""
         return self.size > 1
 
 
@@ -41,9 +38,6 @@ def world() -> World:
 
     Sources, in this order: the process group, the launch, torchrun's variables, Slurm's variables. Without any of
     them the process is rank 0 of 1.
-
-    Raises:
-        NestedLaunchError: This process is a notebook's kernel and one of several Slurm tasks.
     """
     context = current()
     if has_group():
@@ -64,11 +58,7 @@ def world() -> World:
 
 
 def data_world(copies: int = 1) -> World:
-    """Return this process's position among those that read different samples.
-
-    Args:
-        copies: Consecutive ranks that compute on the same samples, as the ranks of one tensor-parallel group do.
-    """
+    """Return this process's position among those that read different samples."""
     place = world()
     return place if copies == 1 else World(place.rank // copies, place.local_rank, place.size // copies)
 
@@ -86,19 +76,11 @@ def _local_rank(rank: int) -> int:
 
 
 def has_group() -> bool:
-    """Return True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def ensure_group(backend: str | None = None) -> None:
-    """Initialize the default process group if there are other ranks and no group (under torchrun or srun).
-
-    Args:
-        backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
-
-    Raises:
-        RankError: A rank of the session is dead.
-    """
+    """Initialize the default process group if there are other ranks and no group (under torchrun or srun)."""
     if not world().is_shared or has_group():
         return
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -111,14 +93,6 @@ def ensure_group(backend: str | None = None) -> None:
 
 
 def own_device(setup: str = "auto") -> torch.device:
-    """Return the device that this rank computes on.
-
-    Args:
-        setup: ``"cpu"``, ``"gpu"``, or ``"auto"``: the launch's device, else CUDA if there is a GPU.
-
-    Raises:
-        RuntimeError: `setup` is ``"gpu"`` and no GPU is visible.
-    """
     context = current()
     if setup == "cpu":
         return torch.device("cpu")

@@ -269,15 +269,6 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Accelerator | None = None) -> Any:
-    """Return this rank's loader of a dataset or DataLoader, at its beginning.
-
-    Args:
-        data: A DataLoader is used as it is.
-        config: Has the batch size.
-        shuffle: Whether a dataset is shuffled; streams never are.
-        accelerator: Moves the batches, and knows which ranks compute on the same ones. Default: they stay where they
-            are, and no two ranks do.
-    """
     if not isinstance(data, DataLoader):
         shuffle = shuffle and not isinstance(data, IterableDataset)
         data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
@@ -290,11 +281,6 @@ def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Ac
 
 
 def check_training_data(train: Data, valid: Data | None, config: TrainConfig) -> None:
-    """Refuse data that cannot be trained on with these settings.
-
-    Raises:
-        ArgumentError: There is no sample, or a setting needs a length or validation data.
-    """
     length = length_of(train)
     if length == 0 or (length is None and not isinstance(train, (DataLoader, IterableDataset))):
         raise ArgumentError(f"train={train!r:.80}: give a dataset or DataLoader with at least one sample")
@@ -309,11 +295,7 @@ def check_training_data(train: Data, valid: Data | None, config: TrainConfig) ->
 
 
 def check_order(data: Data) -> None:
-    """Refuse a DataLoader whose outputs would not be in the order of its dataset.
-
-    Raises:
-        ArgumentError: It shuffles, or its sampler gives this rank's part.
-    """
+    """Refuse a DataLoader whose outputs would not be in the order of its dataset."""
     for sampler in samplers_of(data) if isinstance(data, DataLoader) else ():
         if isinstance(sampler, _SHUFFLING) or shards(sampler):
             raise ArgumentError(

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,8 +22,6 @@ from nblaunch.training.accelerator import move_state
 from nblaunch.training.collectives import exchange
 from nblaunch.training.distribute import StoppedTogether, distributed, in_place, is_rank, runs_in_place
 from nblaunch.training.evaluation import (
-    OutputMetric,
-    Part,
     evaluate,
     forward,
     in_order,
@@ -37,7 +36,7 @@ from nblaunch.training.parallelism import has_sharded_parameters, load_full_stat
 from nblaunch.training.pytree import parameters_of
 from nblaunch.training.seeding import SEED_VARIABLE, random_states, restore_random_states
 from nblaunch.training.train_config import Data, TrainConfig, check_order, check_training_data, loader_of
-from nblaunch.training.training_run import Best, Callbacks, Results, TrainingRun, what_is_next
+from nblaunch.training.training_run import Best, Callbacks, Results, TrainingRun
 
 _LOSSES = (
     "mse",
@@ -53,11 +52,6 @@ _LOSSES = (
 
 
 def loss_named(name: str) -> Callable[[Any, Any], Tensor]:
-    """Return the loss of a name in `torch.nn.functional`, with or without ``_loss``, in any case.
-
-    Raises:
-        ArgumentError: There is no such loss.
-    """
     short = name.lower().removesuffix("_loss")
     if short not in _LOSSES:
         known = ", ".join(map(repr, _LOSSES))
@@ -67,11 +61,6 @@ def loss_named(name: str) -> Callable[[Any, Any], Tensor]:
 
 
 def mean_squared_error(output: Any, target: Any) -> Tensor:
-    """Return the default loss.
-
-    Raises:
-        ArgumentError: The target is no tensor of floats in the output's shape.
-    """
     is_float = isinstance(target, Tensor) and isinstance(output, Tensor) and target.is_floating_point()
     if not is_float or output.shape != target.shape:
         raise ArgumentError(
@@ -311,15 +300,10 @@ class Trainer:
         return self.model, self.optimizer
 
     def _take_what_is_left(self, error: BaseException, before: list[tuple[Path, int]]) -> None:
-        """Take the progress of a stopped or failed run, and say what the next `fit` begins with.
-
-        Args:
-            error: Of the launch.
-            before: The checkpoints before it.
-        """
+        """Take the progress of a stopped or failed run, and say what the next `fit` begins with."""
         now, trained = self._checkpoints(), getattr(error, "results", {}).get(0)
         if now != before:
-            self.progress, self.loaded = checkpoint.read_progress(now[-1][0]), None
+            self.progress, self.loaded = checkpoint.TrainingProgress.of(checkpoint.read(now[-1][0], mmap=True)), None
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained
         if now != before or isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
@@ -327,13 +311,23 @@ class Trainer:
 
     def _what_is_next(self, trained: Any) -> str:
         """Return what the next `fit` begins with after a stop. Ranks that could not return it have no progress."""
-        found = [checkpoint.Loaded(path, checkpoint.step_of(path), True) for path, _ in self._checkpoints()]
-        latest = found[-1] if found and self.config.resume else None
-        is_loaded = self.loaded is not None and self.loaded.is_continued
-        return what_is_next(self.loaded if is_loaded else latest, trained, self.config)
+        config, found = self.config, [path for path, _ in self._checkpoints()]
+        if self.loaded is not None and self.loaded.is_continued:
+            return f"the next fit continues after step {self.loaded.step}, from {self.loaded.path}"
+        if found and config.resume:
+            return f"the next fit continues after step {checkpoint.step_of(found[-1])}, from {found[-1]}"
+        remedy = "a checkpoint_dir" if config.checkpoint_dir is None else "" if config.resume else "resume=True"
+        if isinstance(trained, checkpoint.TrainingProgress):
+            would = f"; with {remedy} it would continue this one" if remedy else ""
+            return (
+                f"the model, the optimizer and history have what was trained, up to step {trained.step}. The next fit "
+                f"begins a new run with them{would}"
+            )
+        if not remedy:
+            return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
+        return f"what was trained is lost; with {remedy} the next fit would continue this run"
 
     def _fit(self, train: Data, valid: Data | None) -> checkpoint.TrainingProgress:
-        """Train in this process."""
         TrainingRun(self, train, valid).run()
         return self.progress
 
@@ -372,18 +366,25 @@ class Trainer:
         loader = loader_of(data, self.config, shuffle=False, accelerator=self.accelerator)
         is_called = on_batch is not None and (has_sharded_parameters(model) or loader.own_sampler_size() is None)
 
-        def step(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, Any], Any]:
+        latest = torch.zeros(())
+
+        def step(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+            nonlocal latest
             if on_batch is not None and is_called:
                 on_batch()
-            loss, output, target = self.checked_loss(model, batch)
-            return (loss, output), split(batch, _ADVICE)[1] if self.metrics and target is None else target
+            latest, output, target = self.checked_loss(model, batch)
+            if self.metrics and target is None:
+                target = split(batch, _ADVICE)[1]
+            if self.metrics and output is None:
+                raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
+            return output, target
 
         return evaluate(
             model,
             loader,
             step=step,
-            loss_fn=lambda computed, target: computed[0],
-            metrics={name: OutputMetric(metric) for name, metric in self.metrics.items()},
+            loss_fn=lambda output, target: latest,
+            metrics=self.metrics,
             prefix="valid_",
             at=at,
         )
@@ -407,16 +408,14 @@ class Trainer:
         check_order(data)
         return in_order(self._in_ranks(self._predict_part, data, "Trainer.predict"))
 
-    def _predict_part(self, data: Data) -> Part:
+    def _predict_part(self, data: Data) -> list[Any]:
         loader = loader_of(data, self.config, shuffle=False, accelerator=self.accelerator)
         return predict_part(self._placed_model(), loader, self.predict_batch, self.accelerator.device)
 
     def _placed_model(self) -> nn.Module:
-        """Return the model on this rank's device."""
         return unwrapped(self.accelerator._preparation().module(self.model, evaluates=True))
 
     def _in_ranks(self, function: Callable[[Data], Any], data: Data, name: str) -> list[Any]:
-        """Return what each rank computes from the data, which a notebook sends to ranks."""
         if is_rank():
             return exchange(function(data))
         if runs_in_place(self.accelerator, self.config.launch_options):
@@ -478,7 +477,6 @@ class Trainer:
         return self.best
 
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
-        """Load the model and the optimizer, and return the checkpoint's progress."""
         state: Any = checkpoint.read(path, mmap=has_sharded_parameters(self.model))
         if not isinstance(state, Mapping) or "parts" not in state:
             raise ArgumentError(

@@ -26,7 +26,7 @@ from nblaunch.training.loader import length_of
 from nblaunch.training.metrics import Mean
 from nblaunch.training.parallelism import drop_unshared_gradients, gathered, has_sharded_parameters, load_full_state
 from nblaunch.training.pytree import batch_size_of, parameters_of, tree_map
-from nblaunch.training.seeding import random_states, restore_random_states, seed_everything, seed_from_random_states
+from nblaunch.training.seeding import random_states, resume_random_states, seed_everything
 from nblaunch.training.step_boundaries import AgreedStop, StepBoundaries
 from nblaunch.training.topology import data_world, world
 from nblaunch.training.train_config import Data, TrainConfig, loader_of
@@ -37,12 +37,6 @@ HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_end", "on_validation_end", "
 
 
 class Callbacks(list[object]):
-    """The callbacks of a Trainer.
-
-    Raises:
-        ArgumentError: A callback is a class, or has none of the methods, and would never be called.
-    """
-
     def __init__(self, callbacks: Iterable[object]) -> None:
         if not isinstance(callbacks, Iterable):
             raise ArgumentError(f"callbacks={callbacks!r:.80}: give a list of objects")
@@ -56,15 +50,10 @@ class Callbacks(list[object]):
                 raise ArgumentError(f"callbacks: {callback!r:.80} has none of the methods {', '.join(HOOKS)}")
 
     def have(self, *hooks: str) -> bool:
-        """Return True if a callback has one of these methods."""
         return any(hasattr(callback, hook) for callback in self for hook in hooks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the callbacks that have ``state_dict`` and ``load_state_dict``, by place and class.
-
-        Raises:
-            ArgumentError: A state holds what checkpoints cannot: they are read without running code.
-        """
+        """Return the states of the callbacks that have ``state_dict`` and ``load_state_dict``, by place and class."""
         states = {name: callback.state_dict() for name, callback in self._with_states().items()}
         for name, state in states.items():
             file = io.BytesIO()
@@ -79,7 +68,6 @@ class Callbacks(list[object]):
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load the states into the callbacks that stand where they stood, of the same class."""
         for name, callback in self._with_states().items():
             if name in states:
                 callback.load_state_dict(states[name])
@@ -93,7 +81,6 @@ class Callbacks(list[object]):
         }
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call the method of each callback that has it."""
         for callback in self:
             method = getattr(callback, hook, None)
             if method is not None:
@@ -127,9 +114,6 @@ class SampleWeights:
     DistributedDataParallel averages the ranks' gradients, and accumulation those of batches, so a sample in a small
     batch counts for more. Here a batch of n samples, in a round of N over W ranks, has the weight n W / N. A step of
     rounds of different sizes is divided by its samples at the end. Where all sizes are equal nothing is computed.
-
-    Args:
-        accelerator: Divides the losses by the batches of a step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -158,7 +142,6 @@ class SampleWeights:
         return own, of_all
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the loss of the batch, weighted."""
         return loss * self._factor if self._factor != 1.0 else loss
 
     def end_step(self, optimizer: Optimizer) -> None:
@@ -194,41 +177,21 @@ class Best(NamedTuple):
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of one run, and finds the one that it continues.
-
-    Args:
-        trainer: Its config, progress and parts.
-        loader: This rank's loader of the training data.
-        mean_loss: Its losses of the epoch.
-
-    Attributes:
-        scheduler: The learning-rate scheduler; None for a constant rate.
-        is_best: Whether this step is the best so far, and not saved as such yet.
-        written: The step of the latest checkpoint, and what was due then.
-    """
+    """Writes the checkpoints of one run, and finds the one that it continues."""
 
     def __init__(self, trainer: Trained, loader: Any, mean_loss: Mean) -> None:
         self.trainer, self.loader, self.mean_loss = trainer, loader, mean_loss
         self.folder = trainer.checkpoint_folder()
         self.scheduler: Any = None
-        self.is_best = False
-        self.written = (0, "")
+        self.is_best = False  # and not saved as such yet
+        self.written = (0, "")  # the step of the latest checkpoint, and what was due then
 
     def close(self) -> None:
-        """Let other runs write to the folder."""
         if self.folder is not None:
             self.folder.close()
 
     def write(self, is_latest: bool, *, may_fail: bool = False) -> bool:
-        """Save on the main process what every rank needs to resume here. All ranks call it.
-
-        Args:
-            is_latest: Whether it is the latest checkpoint, or only the best one.
-            may_fail: Whether a file that cannot be written is a warning.
-
-        Returns:
-            Whether it was written.
-        """
+        """Save on the main process what every rank needs to resume here. All ranks call it."""
         accelerator, progress = self.trainer.accelerator, self.trainer.progress
         is_best, self.is_best = self.is_best and self.trainer.config.keeps_best, False
         if self.folder is None or not (is_latest or is_best):
@@ -261,7 +224,6 @@ class RunCheckpoints:
         return True
 
     def parts(self) -> dict[str, Any]:
-        """Return the objects that have a state."""
         trainer, scaler = self.trainer, self.trainer.accelerator._gradients.scaler
         parts = {"model": trainer.model, "optimizer": trainer.optimizer, "schedule": self.scheduler, "scaler": scaler}
         return {name: part for name, part in {**parts, "callbacks": trainer.callbacks}.items() if part is not None}
@@ -289,7 +251,7 @@ class RunCheckpoints:
                 resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
             found = folder.begin(resumes, until)
             if resumes and folder.best.exists():
-                best = checkpoint.read_progress(folder.best).best_step
+                best = checkpoint.TrainingProgress.of(checkpoint.read(folder.best, mmap=True)).best_step
         found, best = exchange((found, best))[0]
         if found is not None and loaded is not None and not loaded.is_continued:
             raise ArgumentError(
@@ -300,125 +262,38 @@ class RunCheckpoints:
 
 
 def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
-    """Refuse to resume from another run's checkpoint; see `checkpoint.check_setup`.
+    """Refuse to resume from another run's checkpoint.
 
     Another number of ranks continues if all ranks together have as many samples in each batch as before.
     """
-    samples, ranks = _samples_per_batch(wrote), _ranks(own)
-    if wrote["nprocs"] != own["nprocs"] and samples is not None:
-        if samples == _samples_per_batch(own):
+    ranks = int(own["nprocs"]) // int(own["tensor"])
+    if wrote["nprocs"] != own["nprocs"] and wrote["batch_size"] is not None and own["batch_size"] is not None:
+        samples = int(wrote["batch_size"]) * (int(wrote["nprocs"]) // int(wrote["tensor"]))
+        if samples == own["batch_size"] * ranks:
             own = {**own, "nprocs": wrote["nprocs"], "batch_size": wrote["batch_size"]}
-        elif samples % ranks == 0 and own["batch_size"] is not None:
+        elif samples % ranks == 0:
             remedy = f"batch_size={samples // ranks}, for as many samples in each step, or {remedy}"
-    checkpoint.check_setup(path, wrote, own, remedy)
-
-
-def _ranks(setup: Mapping[str, Any]) -> int:
-    """Return how many ranks have different samples."""
-    return int(setup["nprocs"]) // int(setup["tensor"])
-
-
-def _samples_per_batch(setup: Mapping[str, Any]) -> int | None:
-    """Return how many samples all ranks together have in a batch; None if unknown."""
-    size = setup["batch_size"]
-    return None if size is None else int(size) * _ranks(setup)
+    for name, value in own.items():
+        if wrote[name] != value:
+            raise ArgumentError(
+                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, or "
+                f"{remedy}"
+            )
 
 
 def restore_position(ranks: list[dict[str, Any]], loader: Any, mean_loss: Mean, copies: int) -> None:
-    """Restore this rank's position in the data, losses and random states.
-
-    Ranks that did not exist get random states derived from rank 0's.
-
-    Args:
-        ranks: What each rank has saved.
-        loader: The rank's loader of the training data.
-        mean_loss: Its losses of the epoch.
-        copies: Consecutive ranks that compute on the same samples, as in the run that was saved.
-    """
-    if len(ranks) == world().size:
-        own = ranks[world().rank]
-        loader.load_state_dict(own["loader"])
-        mean_loss.load_state_dict(own["loss"])
-        restore_random_states(own["random"])
-        return
-    loader.load_state_dict(ranks[0]["loader"])  # it is the same on all ranks
-    for saved in ranks if world().rank == 0 else ():
+    """Restore this rank's position in the data, losses and random states from what each rank has saved."""
+    is_same = len(ranks) == world().size
+    own = ranks[world().rank if is_same else 0]
+    loader.load_state_dict(own["loader"])  # it is the same on all ranks
+    mean_loss.reset()
+    for saved in [own] if is_same else ranks if world().rank == 0 else ():
         mean_loss.add_state_dict(saved["loss"])
-    groups, part = ranks[::copies], data_world(copies).rank
-    if part < len(groups):
-        restore_random_states(groups[part]["random"])
-    else:
-        seed_from_random_states(groups[0]["random"], part)
-
-
-def warn_that_nothing_is_left(path: Path, config: TrainConfig, progress: checkpoint.TrainingProgress) -> None:
-    """Warn about a run that was trained to its end."""
-    if progress.ended:
-        how = "it ended early"
-    elif config.max_steps is not None and progress.step >= config.max_steps:
-        how = f"give a higher max_steps: it has {progress.step} of {config.max_steps} steps"
-    else:
-        how = f"give more epochs: it has {progress.epoch} of {config.epochs} epochs"
-    warn(
-        f"nothing is left to train from {path}: {how}. Use resume=False to train from the start, or another "
-        "checkpoint_dir"
-    )
-
-
-def stretch_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: TrainConfig, end: int) -> None:
-    """Set the learning rates of the longer schedule; rank 0 warns if they jump.
-
-    Args:
-        path: The checkpoint.
-        scheduler: The longer schedule.
-        optimizer: Has the rates.
-        config: Names the schedule.
-        end: The step at which the schedule ends.
-    """
-    groups = optimizer.param_groups
-    before = groups[0]["lr"]
-    for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = rate * factor(scheduler.last_epoch)
-    now = groups[0]["lr"]
-    if now != before and world().rank == 0:
-        warn(
-            f"{path} was written by a run of fewer steps, whose {config.schedule} schedule had reached a "
-            f"learning rate of {before:.3g}; over {end} steps it jumps to {now:.3g}. For a schedule of its own begin a "
-            "new run with these weights: trainer.load(path, progress=False)"
-        )
-
-
-def what_is_next(latest: checkpoint.Loaded | None, trained: Any, config: TrainConfig) -> str:
-    """Return what the next `fit` begins with after a stop.
-
-    Args:
-        latest: The checkpoint that the next `fit` continues; None if there is none, and with ``resume=False``.
-        trained: The progress that the stopped ranks have returned; anything else if they could not.
-        config: The settings.
-    """
-    remedy = "a checkpoint_dir" if config.checkpoint_dir is None else "resume=True"
-    has_both = config.checkpoint_dir is not None and config.resume
-    if latest is not None:
-        return f"the next fit continues after step {latest.step}, from {latest.path}"
-    if isinstance(trained, checkpoint.TrainingProgress):
-        would = "" if has_both else f"; with {remedy} it would continue this one"
-        return (
-            f"the model, the optimizer and history have what was trained, up to step {trained.step}. The next fit "
-            f"begins a new run with them{would}"
-        )
-    if has_both:
-        return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
-    return f"what was trained is lost; with {remedy} the next fit would continue this run"
+    resume_random_states([saved["random"] for saved in ranks], copies, copies)
 
 
 class TrainingRun:
-    """One `Trainer.fit` in one rank. All ranks make it and run it alike.
-
-    Args:
-        trainer: Its model and optimizer are trained; its `progress`, `accelerator` and `should_stop` are set.
-        train: The training data.
-        valid: The validation data, if any.
-    """
+    """One `Trainer.fit` in one rank. All ranks make it and run it alike."""
 
     def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
         config = self.config = trainer.config
@@ -461,12 +336,6 @@ class TrainingRun:
         self._restart_clock()
 
     def run(self) -> None:
-        """Train to the end.
-
-        Raises:
-            StoppedTogether: The run was interrupted, and all ranks have ended after the same step.
-            KeyboardInterrupt: The same, but ranks could not end together.
-        """
         trainer = self.trainer
         trainer.callbacks.call("on_fit_begin", trainer)
         with closing(self._checkpoints), closing(self._display), self._boundaries:
@@ -615,11 +484,7 @@ class TrainingRun:
         self._pending.clear()
 
     def _end_epoch(self, is_whole: bool) -> None:
-        """Add the epoch's results to the history, and save.
-
-        Args:
-            is_whole: False if the run ends within the epoch, which a later run with more steps continues.
-        """
+        """Add the epoch's results to the history, and save; a later run may continue one that is not whole."""
         trainer, config, progress = self.trainer, self.config, self.progress
         self._add_losses()
         results = {"epoch": float(progress.epoch), "step": float(progress.step), "loss": self._mean_loss.compute()}
@@ -655,7 +520,6 @@ class TrainingRun:
         return dict.fromkeys(names, math.nan)  # every epoch has the same results
 
     def _validate(self, valid: Data) -> Results:
-        """Return the results of validation, record them, and judge them."""
         trainer, progress = self.trainer, self.progress
         results = trainer.validate_prepared(self.model, valid, progress.step, self._boundaries.reach)
         self._display.note(progress.step, results)
@@ -724,11 +588,28 @@ class TrainingRun:
         if self.accelerator.is_main_process:
             checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
             if self._is_done() and not progress.due:
-                warn_that_nothing_is_left(path, config, progress)
+                warn(
+                    f"nothing is left to train from {path}, at epoch {progress.epoch} and step {progress.step}: give "
+                    "more epochs or max_steps, resume=False to train from the start, or another checkpoint_dir"
+                )
         before, progress.schedule_end = progress.schedule_end, steps
         for name, part in self._checkpoints.parts().items():
             with checkpoint.loading(path, name, remedy):
                 load_full_state(part, state["parts"][name])
         restore_position(state["ranks"], self.loader, self._mean_loss, self.accelerator.copies)
         if isinstance(config.schedule, str) and 0 < before < steps:
-            stretch_schedule(path, self._scheduler, trainer.optimizer, config, steps)
+            self._stretch_schedule(path)
+
+    def _stretch_schedule(self, path: Path) -> None:
+        """Set the learning rates of the longer schedule; rank 0 warns if they jump."""
+        groups, scheduler = self.trainer.optimizer.param_groups, self._scheduler
+        before = groups[0]["lr"]
+        for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(scheduler.last_epoch)
+        now = groups[0]["lr"]
+        if now != before and self.accelerator.is_main_process:
+            warn(
+                f"{path} was written by a run of fewer steps, whose {self.config.schedule} schedule had reached a "
+                f"learning rate of {before:.3g}; over {self.progress.schedule_end} steps it jumps to {now:.3g}. For a "
+                "schedule of its own begin a new run with these weights: trainer.load(path, progress=False)"
+            )

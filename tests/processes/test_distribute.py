@@ -278,14 +278,46 @@ SCRIPT = """
     accelerator.save(model.state_dict(), sys.argv[1])
     accelerator.wait_for_everyone()
     accelerator.print(accelerator.world_size, seen == [2.0 * i for i in range(10)], figures)
-    torch.distributed.destroy_process_group()
 """
+TRAINS = """
+    from nblaunch.training import TrainConfig, Trainer
+
+    torch.manual_seed(0)
+    model, at = nn.Linear(1, 1), torch.arange(7.0).reshape(7, 1)
+    config = TrainConfig(epochs=2, batch_size=2, compute_setup="cpu", dtype=torch.float64)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+    model, optimizer = trainer.fit(TensorDataset(at, at), TensorDataset(at, at))
+    outputs = trainer.predict(TensorDataset(at))
+    assert torch.equal(outputs, model.to(outputs.dtype)(at.to(outputs.dtype)))
+    assert trainer.validate(TensorDataset(at, at))["valid_loss"] == trainer.history[-1]["valid_loss"]
+    assert trainer.step == 4
+"""
+RESUMES = """
+    def train(load):
+        accelerator = Accelerator(compute_setup="cpu", seed=1)
+        net = nn.Linear(1, 1)
+        data = DataLoader(TensorDataset(torch.arange(12.0).reshape(-1, 1)), 2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3), data)
+        if load:
+            accelerator.load_state(sys.argv[2])
+        for number, (inputs,) in enumerate(loader, load):
+            accelerator.backward(model(inputs).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                accelerator.save_state(sys.argv[2])
+        return number, net.weight.item()
+
+    assert train(0) == train(1)
+    accelerator.wait_for_everyone()
+"""
+END = "    torch.distributed.destroy_process_group()\n"
 
 
 def test_it_works_under_torchrun_without_a_launch(tmp_path: Path) -> None:
     script, saved = tmp_path / "train.py", tmp_path / "model.pt"
-    script.write_text(textwrap.dedent(SCRIPT))
-    printed = torchrun(script, str(saved), PYTHONPATH=os.getcwd())
+    script.write_text(textwrap.dedent(SCRIPT + TRAINS + RESUMES + END))
+    printed = torchrun(script, str(saved), str(tmp_path / "state"), PYTHONPATH=os.getcwd())
 
     assert printed.strip() == "2 True {'rank': 1, 'local': 1}"
     assert list(torch.load(saved)) == ["module.weight", "module.bias"]
@@ -293,7 +325,7 @@ def test_it_works_under_torchrun_without_a_launch(tmp_path: Path) -> None:
 
 def test_tasks_of_a_slurm_step_on_two_nodes_are_ranks(tmp_path: Path, free_port: int) -> None:
     script, saved = tmp_path / "train.py", tmp_path / "model.pt"
-    script.write_text(textwrap.dedent(SCRIPT))
+    script.write_text(textwrap.dedent(SCRIPT + END))
     step = {"SLURM_JOB_ID": str(free_port), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     nodes = {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"}
     own = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import signal
@@ -99,7 +98,7 @@ def trained(
     *,
     steps: int = 1,
     clip: float = 1.0,
-    epochs: int = 2,
+    epochs: int = 1,
     batch_size: int = 8,
     model: Any = None,
     **settings: Any,
@@ -198,7 +197,7 @@ def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
         optimizer.zero_grad()
 
     def check(parallelism: Parallelism | None, apart: bool = False) -> list[Any]:
-        model = Model()
+        model = Model(layers=1)
         optimizer = torch.optim.AdamW(halves(model), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         step(model, optimizer)  # there is a state to divide
@@ -226,14 +225,16 @@ def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
 
 
 def test_rank_0_decides_the_weights(launch: Launcher) -> None:
-    def check(rank: int, parallelism: Parallelism) -> dict[str, Any]:
-        model = Model(seed=rank)
-        model.scale.fill_(rank + 3)
-        return full_state(Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model))
+    def check(rank: int) -> list[dict[str, Any]]:
+        states = []
+        for parallelism in (Parallelism(), Parallelism(tensor=2, plan=PLAN)):
+            model = Model(seed=rank)
+            model.scale.fill_(rank + 3)
+            states.append(full_state(Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model)))
+        return states
 
     expected = {**Model(seed=0).state_dict(), "scale": torch.tensor(3.0, dtype=torch.float64)}
-    for parallelism in (Parallelism(), Parallelism(tensor=2, plan=PLAN)):
-        weights = launch(partial(check, parallelism=parallelism), device="cpu")[0]
+    for weights in launch(check, device="cpu")[0]:
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
@@ -289,20 +290,21 @@ def test_a_module_in_several_places_is_one(launch: Launcher) -> None:
     torch.testing.assert_close(result, check(None), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["shard", "tensor"])
-def test_whole_parameters_are_freed_before_the_optimizer_lets_go(launch: Launcher, kind: str) -> None:
-    def check(parallelism: Parallelism) -> list[int]:
-        model = Model()
-        optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
-        accelerator.prepare(model)
-        held = [parameter.numel() for parameter in optimizer.param_groups[0]["params"]]
-        accelerator.prepare(optimizer)
-        return [sum(held), sum(parameter.numel() for parameter in optimizer.param_groups[0]["params"])]
+def test_whole_parameters_are_freed_before_the_optimizer_lets_go(launch: Launcher) -> None:
+    def check() -> list[list[int]]:
+        sizes = []
+        for parallelism in (Parallelism(), Parallelism(tensor=2, plan=PLAN)):
+            model = Model(layers=1)
+            optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+            accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+            accelerator.prepare(model)
+            held = [parameter.numel() for parameter in optimizer.param_groups[0]["params"]]
+            accelerator.prepare(optimizer)
+            sizes.append([sum(held), sum(parameter.numel() for parameter in optimizer.param_groups[0]["params"])])
+        return sizes
 
-    parallelism, left = (Parallelism(), 0) if kind == "shard" else (Parallelism(tensor=2, plan=PLAN), 64)  # norms
-    size = sum(parameter.numel() for parameter in Model().layers.parameters())
-    assert list(launch(partial(check, parallelism), device="cpu")) == [[left, size]] * 2
+    size = sum(parameter.numel() for parameter in Model(layers=1).layers.parameters())
+    assert list(launch(check, device="cpu")) == [[[0, size], [32, size]]] * 2  # of the plan norms are left
 
 
 # ------------------------------------------------------------------ data
@@ -407,111 +409,12 @@ class Count:
         self.count = 0
 
 
-# ------------------------------------------------------------------ states
-def _whole(net: Any, optimizer: Any) -> list[Any]:
-    return copy.deepcopy([full_state(net), full_state(optimizer)])
-
-
 def _steps(net: Any, optimizer: Any, numbers: range, parts: int, part: int) -> None:
     for number in numbers:
         tokens = torch.randint(0, ENCODINGS, (12, 6), generator=torch.Generator().manual_seed(number)).chunk(parts)
         loss_of(net(tokens[part][:, :-1]), tokens[part][:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _made(parallelism: Parallelism, seed: int) -> tuple[Accelerator, Any, Any]:
-    model = Model(seed, tied=True, layers=1)  # torch derives how each parameter is divided, in every rank
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
-    net, optimizer = accelerator.prepare(model, optimizer)
-    return accelerator, net, optimizer
-
-
-def _saves(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
-    accelerator, net, optimizer = _made(parallelism, 0)
-    accelerator.save_state(folder / "new")  # before the first step there is no state
-    parts = world_size // parallelism.tensor
-    _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
-    optimizer.param_groups[0]["lr"] = 0.01
-    accelerator.save_state(folder / "later")
-    saved = _whole(net, optimizer)
-    _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
-    return [saved, _whole(net, optimizer)]
-
-
-def _loads(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
-    accelerator, net, optimizer = _made(parallelism, 1)
-    parts = world_size // parallelism.tensor
-    _steps(net, optimizer, range(7, 8), parts, rank // parallelism.tensor)  # its own state is to be forgotten
-    accelerator.load_state(folder / "later")
-    loaded = _whole(net, optimizer)
-    _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
-    ended = _whole(net, optimizer)
-    accelerator.load_state(folder / "new")
-    _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
-    return [loaded, ended, _whole(net, optimizer)]
-
-
-DIVIDED = Parallelism(tensor=2, plan=TIED_PLAN)
-FROM: dict[int, tuple[Parallelism, ...]] = {2: (Parallelism(),), 4: (Parallelism(replicate=2), DIVIDED)}
-"""How ranks divide the model whose state they save."""
-TO: dict[int, list[tuple[int, Parallelism]]] = {
-    2: [(2, Parallelism()), (1, Parallelism()), (3, Parallelism())],
-    4: [(2, Parallelism()), (4, DIVIDED)],
-}
-"""Those that load it."""
-
-
-@pytest.mark.parametrize("ranks", FROM)
-def test_a_state_loads_on_other_ranks_bit_for_bit(launch: Launcher, tmp_path: Path, ranks: int) -> None:
-    def saves(rank: int, world_size: int) -> list[Any]:
-        return [_saves(rank, world_size, how, tmp_path / str(number)) for number, how in enumerate(FROM[ranks])]
-
-    def loads(rank: int, world_size: int, how: Parallelism) -> list[Any]:
-        return [_loads(rank, world_size, how, tmp_path / str(number)) for number in range(len(FROM[ranks]))]
-
-    by_kind = launch(saves, num_processes=ranks, device="cpu")[0]
-    for after, second in TO[ranks]:
-        if after == 1:
-            results = loads(0, 1, second)
-        else:
-            results = launch(partial(loads, how=second), num_processes=after, device="cpu")[0]
-        for first, (saved, ended), (loaded, resumed, again) in zip(FROM[ranks], by_kind, results, strict=True):
-            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-            assert loaded[1]["param_groups"][0]["lr"] == 0.01
-            tolerance = 0.0 if (ranks, first) == (after, second) else 1e-10
-            torch.testing.assert_close(resumed, ended, rtol=tolerance, atol=tolerance)
-            again[1]["param_groups"][0]["lr"] = 0.01
-            torch.testing.assert_close(again, saved, rtol=tolerance, atol=tolerance)
-
-
-def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -> None:
-    def check(folder: Path) -> list[str]:
-        def prepared(model: nn.Module, *parameters: Any) -> Accelerator:
-            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
-            kept.append(accelerator.prepare(model, torch.optim.SGD(parameters or model.parameters(), lr=0.1)))
-            return accelerator
-
-        kept: list[Any] = []
-        prepared(nn.Linear(2, 2)).save_state(folder)
-        layer = nn.Linear(2, 2)
-        said = []
-        for accelerator in (
-            prepared(nn.Linear(3, 2)),
-            prepared(nn.Linear(2, 2, bias=False)),
-            prepared(layer, layer.weight),
-        ):
-            with pytest.raises(ArgumentError) as caught:
-                accelerator.load_state(folder)
-            said.append(str(caught.value))
-        return said
-
-    for said in launch(partial(check, tmp_path / "saved"), device="cpu"):
-        wider, other, groups = said
-        assert "weight has shape [2, 2] there and [2, 3] in the model" in wider
-        assert "bias is not in the model" in other
-        assert "optimizer.pt is the state of another optimizer: its groups have [2] parameters" in groups
 
 
 # ------------------------------------------------------------------ precision, randomness, and what goes wrong
@@ -524,7 +427,7 @@ def test_bfloat16_computes_in_half_and_keeps_float32(launch: Launcher, mesh: str
         accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism, mixed_precision="bf16")
         net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         losses = []
-        for _ in range(30):
+        for _ in range(10):
             inputs, target = sentences(8).tensors
             output = net(inputs)
             loss = loss_of(output, target)
@@ -533,7 +436,7 @@ def test_bfloat16_computes_in_half_and_keeps_float32(launch: Launcher, mesh: str
             optimizer.zero_grad()
             losses.append(loss.item())
         parameter = optimizer.param_groups[0]["params"][0]
-        return [seen[0], output.dtype, parameter.dtype, losses[-1] < losses[0] * 0.8, losses[-1]]
+        return [seen[0], output.dtype, parameter.dtype, losses[-1] < losses[0], losses[-1]]
 
     parallelism = Parallelism() if mesh == "shard" else Parallelism(tensor=2, plan=PLAN)
     first, second = launch(partial(check, parallelism), device="cpu")
@@ -601,7 +504,7 @@ def test_norms_other_than_2_are_those_of_all_ranks(launch: Launcher) -> None:
 
     divided = Parallelism(tensor=2, plan=PLAN)
     expected = check(None)
-    for ranks, parallelism in ((2, Parallelism()), (2, divided), (4, divided)):
+    for ranks, parallelism in ((2, Parallelism()), (4, divided)):
         assert launch(partial(check, parallelism), num_processes=ranks, device="cpu")[1] == pytest.approx(expected)
 
 
@@ -734,11 +637,11 @@ def test_modules_of_the_user_accumulate_too(launch: Launcher, kind: str) -> None
                 "ignore", message="The .grad attribute of a Tensor that is not a leaf"
             )  # torch's own
             model = torch.compile(model, backend="eager")
-            return trained(parallelism, steps=2, epochs=1, model=model)[1:]
+            return trained(parallelism, steps=2, model=model)[1:]
         if parallelism is not None:
             for part in (*model.layers, model):
                 fully_shard(part)
-        return trained(None, steps=2, epochs=1, model=model)[1:]
+        return trained(None, steps=2, model=model)[1:]
 
     assert_close(launch(partial(check, Parallelism()), device="cpu")[0], check(None))
 

@@ -7,9 +7,7 @@ import random
 import re
 import resource
 import signal
-import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch import Launch, LaunchResult, notebook_launcher, session
-from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError
-from nblaunch.training import Accelerator, skip_first_batches
-from tests.conftest import eventually
+from nblaunch import LaunchResult, notebook_launcher, session
+from nblaunch.errors import ArgumentError, RankDiedError
+from nblaunch.training import Accelerator
 from tests.processes.trained import Augmented
-from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
 
@@ -141,39 +137,6 @@ def test_ranks_resume_to_the_same_weights(ranks: int, options: dict[str, Any], f
     assert list(launched(both, ranks)) == [[]] * ranks
 
 
-def test_sparse_gradients_and_complex_numbers_load(folder: Path) -> None:
-    class Mixed(nn.Module):
-        def __init__(self, sparse: bool) -> None:
-            super().__init__()
-            self.first = nn.Embedding(4, 2, sparse=sparse)
-            self.second = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return (self.first(inputs) * self.second).abs().sum()
-
-    def run(rank: int) -> list[list[float]]:
-        warnings.simplefilter("error")
-        results = []
-        for sparse, load in ((True, False), (True, True), (False, False), (False, True)):
-            accelerator, path = Accelerator(compute_setup="cpu"), folder / f"{sparse}"
-            net = Mixed(sparse)
-            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            if load:
-                accelerator.load_state(path)
-            for step in range(load, 2):
-                optimizer.zero_grad()
-                accelerator.backward(model(torch.tensor([rank, step])))
-                optimizer.step()
-                if not load and step == 0:
-                    accelerator.save_state(path)
-            results.append(net.first.weight.flatten().tolist())
-        return results
-
-    for results in launched(run, 3):
-        assert results[0] == results[1]
-        assert results[2] == results[3]
-
-
 # ------------------------------------------------------------------ another number of ranks
 def test_another_number_of_ranks_takes_what_is_left(folder: Path) -> None:
     """Each sample of an epoch comes once, on any rank."""
@@ -215,28 +178,6 @@ def test_another_number_of_ranks_takes_what_is_left(folder: Path) -> None:
         drawn = [float(value) for _, value in loaded]
         assert drawn[:before] == [float(value) for _, value in saved][:after]
         assert len(set(drawn)) == after
-
-
-def test_one_process_on_the_cpu_continues_what_ranks_began(folder: Path) -> None:
-    """Without a seed, too: its loader has the ranks' order from then on."""
-
-    def begin() -> tuple[Accelerator, Any]:
-        accelerator = Accelerator(compute_setup="cpu")
-        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH, shuffle=True))
-
-    def save() -> list[int]:
-        accelerator, loader = begin()
-        batches = iter(loader)
-        seen = [value for _ in range(3) for value in next(batches)[0].tolist()]
-        accelerator.save_state(folder / "saved")
-        return seen
-
-    seen = list(launched(save, 2))
-    accelerator, loader = begin()
-    accelerator.load_state(folder / "saved")
-    rest = [value for (batch,) in skip_first_batches(loader, 3) for value in batch.tolist()]
-    assert sorted(seen[0] + seen[1] + rest) == list(range(SAMPLES))
-    assert len(list(loader)) == SAMPLES // BATCH
 
 
 # ------------------------------------------------------------------ failures
@@ -281,32 +222,6 @@ def test_what_fails_on_one_rank_raises_on_all(folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["saved"]
 
 
-def test_damage_of_any_part_is_noticed_on_all_ranks(folder: Path) -> None:
-    """Each rank checks a part of the tensors."""
-
-    def check(rank: int, folder: Path) -> list[str]:
-        accelerator = Accelerator(compute_setup="cpu")
-        net = accelerator.unwrap_model(accelerator.prepare(Net()))
-        accelerator.save_state(folder / "state")
-        path = folder / "state" / "model.pt"
-        whole, said = path.read_bytes(), []
-        for tensor in net.parameters():
-            accelerator.wait_for_everyone()
-            damaged = bytearray(whole)
-            damaged[whole.index(tensor.detach().numpy().tobytes())] ^= 1
-            if rank == 0:
-                path.write_bytes(damaged)
-            accelerator.wait_for_everyone()
-            with pytest.raises(ArgumentError) as caught:
-                accelerator.load_state(folder / "state")
-            said.append(str(caught.value))
-        return said
-
-    for said in launched(partial(check, folder=folder), 2):
-        assert len(said) == 6
-        assert all("its file model.pt is damaged: its content differs" in each for each in said)
-
-
 def test_a_rank_killed_while_it_writes_leaves_the_earlier_state(folder: Path) -> None:
     def run(kill: bool) -> float:
         accelerator = Accelerator(compute_setup="cpu")
@@ -329,73 +244,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_earlier_state(folder: Path) ->
     assert os.listdir(folder) == ["saved"]
 
 
-def test_a_stopped_save_leaves_the_earlier_state(folder: Path) -> None:
-    def run() -> None:
-        accelerator = Accelerator(compute_setup="cpu")
-        net = accelerator.prepare(nn.Linear(2, 2))
-        accelerator.save_state(folder / "saved")
-
-        class Slow:
-            def state_dict(self) -> dict[str, int]:
-                (folder / "reached").touch()
-                signal.pause()
-                return {}
-
-            def load_state_dict(self, state: Any) -> None:
-                pass
-
-        accelerator.register_for_checkpointing(Slow())
-        accelerator.save_state(folder / "saved")
-        assert net is not None
-
-    launch = notebook_launcher(run, num_processes=2, device="cpu", block=False)
-    assert isinstance(launch, Launch)
-    eventually((folder / "reached").exists)
-    launch.stop()
-    with pytest.raises(LaunchStoppedError):
-        launch.result()
-    assert sorted(os.listdir(folder)) == ["reached", "saved"]
-    accelerator = Accelerator(compute_setup="cpu")
-    net = accelerator.prepare(nn.Linear(2, 2))
-    accelerator.load_state(folder / "saved")
-    assert net is not None
-
-
 # ------------------------------------------------------------------ elsewhere
-SCRIPT = """
-import sys, torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from nblaunch.training import Accelerator, skip_first_batches
-
-def train(load):
-    accelerator = Accelerator(compute_setup="cpu", seed=1)
-    net = nn.Linear(1, 1)
-    data = DataLoader(TensorDataset(torch.arange(12.0).reshape(-1, 1)), 2, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3), data)
-    if load:
-        accelerator.load_state(sys.argv[1])
-    for number, (inputs,) in enumerate(loader, load):
-        accelerator.backward(model(inputs).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 0:
-            accelerator.save_state(sys.argv[1])
-    return accelerator, number, net.weight.item()
-
-*_, number, weight = train(0)
-accelerator, *resumed = train(1)
-assert resumed == [number, weight] and number == 2
-accelerator.wait_for_everyone()
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_a_script_resumes_under_torchrun(folder: Path) -> None:
-    (folder / "script.py").write_text(SCRIPT)
-    torchrun(folder / "script.py", str(folder / "saved"), PYTHONPATH=os.getcwd())
-
-
 def test_cells_of_a_session_save_and_load(folder: Path) -> None:
     def save() -> None:
         accelerator = Accelerator(compute_setup="cpu")

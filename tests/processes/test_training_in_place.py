@@ -193,9 +193,8 @@ class Sees:
         assert next(trainer.model.parameters()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_type_backend_and_log_device_reach_the_ranks(nprocs: int) -> None:
-    one = trainer((Sees(),), nprocs=nprocs, dtype=torch.float64, backend="gloo", log_setup="auto", epochs=1)
+def test_type_backend_and_log_device_reach_the_ranks() -> None:
+    one = trainer((Sees(),), dtype=torch.float64, backend="gloo", log_setup="auto", epochs=1)
     one.fit(points(40), points(40))
     assert next(one.model.parameters()).dtype == torch.float32
 
@@ -216,9 +215,8 @@ def test_rates_are_reported_once_and_losses_by_each_rank() -> None:
 
 
 def test_classes_need_another_loss_than_the_default() -> None:
-    for nprocs in (1, 2):
-        given = trainer(nprocs=nprocs)
-        one = Trainer(given.model, given.optimizer, given.config)
-        said = r"loss_fn=None is the mean squared .* the target torch\.int64 of shape \(\d+,\): give loss_fn, such as"
-        with pytest.raises(ArgumentError, match=said):
-            one.fit(points(40))
+    given = trainer(nprocs=1)
+    one = Trainer(given.model, given.optimizer, given.config)
+    said = r"loss_fn=None is the mean squared .* the target torch\.int64 of shape \(\d+,\): give loss_fn, such as"
+    with pytest.raises(ArgumentError, match=said):
+        one.fit(points(40))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import nblaunch
-from nblaunch.errors import warn
 from nblaunch.training import Trainer
 from tests.processes.trained import points, trainer
 
@@ -97,13 +96,6 @@ def test_each_rank_names_its_first_such_loss() -> None:
         log = one.result.logs[rank].err.read_text()
         assert log.count("the loss is nan") == 1
         assert f"the loss is nan at step {step} on rank {rank}, and training goes on: check that batch" in log
-
-
-def test_finite_losses_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    trainer(nprocs=1, epochs=1).fit(points(40))
-    assert not recwarn.list
-    warn("this recorder sees warnings")
-    assert len(recwarn.list) == 1
 
 
 # ------------------------------------------------------------------ rows

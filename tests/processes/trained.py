@@ -72,18 +72,6 @@ class Breaks:
             raise OSError("a disk has gone")
 
 
-class Waits:
-    """A callback that waits at one step until the test has seen it, or forever if it is stopped there."""
-
-    def __init__(self, step: int, reached: Path, go_on: Path) -> None:
-        self.step, self.reached, self.go_on = step, reached, go_on
-
-    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
-        if trainer.step == self.step and trainer.accelerator.rank == 0 and not self.go_on.exists():
-            self.reached.touch()
-            signal.pause()
-
-
 def without_dropout(one: Trainer) -> None:
     for part in one.model.modules():
         if isinstance(part, nn.Dropout):

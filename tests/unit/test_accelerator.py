@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
@@ -433,8 +433,8 @@ def test_gradients_are_unscaled_once_and_only_those_that_are_named() -> None:
     optimizers[2].step()
     schedule.step()
     assert schedule.get_last_lr() == [0.5]
-    assert [len(each) for each in (accelerator._prepared.models, accelerator._prepared.optimizers)] == [3, 3]
-    assert accelerator._prepared.schedulers == [schedule.inner]
+    assert [len(accelerator._prepared.of(kind)) for kind in (nn.Module, torch.optim.Optimizer)] == [3, 3]
+    assert accelerator._prepared.of(LRScheduler) == [schedule.inner]
 
 
 def test_two_optimizers_of_one_loss_are_unscaled_alike() -> None:
@@ -449,12 +449,6 @@ def test_two_optimizers_of_one_loss_are_unscaled_alike() -> None:
     two.step()
     for module, start in zip((first, second), before, strict=True):
         torch.testing.assert_close(start - module.weight.detach(), torch.full((1, 1), 0.25))
-
-
-# ------------------------------------------------------------------ unwrapping, compiled models
-def test_a_compiled_module_is_unwrapped() -> None:
-    net = parts()[0]
-    assert Accelerator(compute_setup="cpu").unwrap_model(torch.compile(net)) is net
 
 
 # ------------------------------------------------------------------ collectives without others
@@ -509,20 +503,12 @@ def test_collectives_of_one_process_return_the_usual_shapes() -> None:
     assert accelerator.reduce(torch.tensor(3), "mean").dtype == torch.float64
     assert accelerator.broadcast(loss) is loss
     for call, message in (
-        (lambda: accelerator.gather(["a"]), r"value\[0\] is a str: make it a tensor"),
+        (lambda: accelerator.gather(["a"]), r"value\[0\] on rank 0 is a str: make it a tensor"),
         (lambda: accelerator.reduce(loss, "min"), r"reduction='min'"),
         (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a whole number from 0 to 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             call()
-
-
-def test_the_small_helpers_do_nothing_much_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    accelerator = Accelerator(compute_setup="cpu")
-    accelerator.wait_for_everyone()
-    with accelerator.main_process_first():
-        accelerator.print("one", "two", sep="-")
-    assert capsys.readouterr().out == "one-two\n"
 
 
 # ------------------------------------------------------------------ save

@@ -156,6 +156,14 @@ def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
     assert isinstance(thing, str) or thing.__doc__
 
 
+@pytest.mark.parametrize("name", training.__all__)
+def test_what_the_toolkit_exports_explains_its_members(name: str) -> None:
+    thing = getattr(training, name)
+    own = vars(thing).items() if isinstance(thing, type) else ()
+    members = [value for key, value in own if key[0] != "_" and (callable(value) or isinstance(value, property))]
+    assert all(member.__doc__ for member in (thing, *members))
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'nblaunch' has no attribute 'launch_everything'"):
         nblaunch.launch_everything  # noqa: B018  # the look-up is the test

@@ -171,9 +171,7 @@ def test_a_draw_on_the_edge_of_the_sum_stays_inside(monkeypatch: pytest.MonkeyPa
 def test_more_weights_than_torch_can_draw_from() -> None:
     weights = torch.zeros(2**24 + 3)  # torch.multinomial ends at 2**24
     weights[[0, -2, -1]] = 1
-    sampler = DistributedWeightedSampler(weights, 3, replacement=False, num_replicas=1, rank=0)
-    assert sorted(sampler) == [0, 2**24 + 1, 2**24 + 2]
-    sampler.replacement, sampler.total = True, 100  # not another one, as checking the weights takes longest
+    sampler = DistributedWeightedSampler(weights, 100, num_replicas=1, rank=0)
     assert set(sampler) == {0, 2**24 + 1, 2**24 + 2}
 
 
@@ -358,40 +356,6 @@ def test_it_feeds_torchs_own_loader() -> None:
     data: Any = list(range(10))
     assert torch.cat(list(DataLoader(data, 2, sampler=sampler, num_workers=1))).tolist() == expected
     assert sampler.epoch == 1
-
-
-READ_AHEAD: list[dict[str, Any]] = [
-    {"num_workers": 2},
-    {"num_workers": 1, "prefetch_factor": 1},
-    {"num_workers": 1, "persistent_workers": True},
-]
-
-
-@pytest.mark.parametrize("options", READ_AHEAD)
-@pytest.mark.parametrize("samples", [3, 4, 10])
-def test_a_look_by_a_loader_that_reads_ahead_is_no_pass(samples: int, options: dict[str, Any]) -> None:
-    sampler, expected = (ExactDistributedSampler(samples, num_replicas=1, rank=0) for _ in range(2))
-    loader: DataLoader[int] = DataLoader(cast(Any, range(samples)), 2, sampler=sampler, **options)
-    next(iter(loader))
-    assert sampler.epoch == 0
-    for epoch in range(1, 3):
-        assert torch.cat(list(loader)).tolist() == list(expected)
-        assert sampler.state_dict() == expected.state_dict()
-        assert (sampler.epoch, sampler.state_dict()["position"]) == (epoch, 0)
-
-
-def test_a_pass_that_was_read_ahead_can_be_set_back() -> None:
-    sampler = ExactDistributedSampler(6, num_replicas=1, rank=0)
-    loader: DataLoader[int] = DataLoader(cast(Any, range(6)), 2, sampler=sampler, num_workers=1)
-    first = torch.cat(list(loader)).tolist()
-    sampler.set_epoch(0)
-    next(iter(loader))
-    assert list(pickle.loads(pickle.dumps(sampler))) == first  # what is asked of workers does not travel
-    state = {"seed": 0, "epoch": 0, "position": 4, "samples": 4, "num_replicas": 1}
-    list(loader)
-    sampler.load_state_dict(state)
-    assert sampler.state_dict() == state
-    assert list(sampler) == first[4:]
 
 
 def test_a_dataset_or_its_length() -> None:

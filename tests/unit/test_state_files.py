@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Prefetcher, prefetch, skip_first_batches
-from nblaunch.training import saved_states as state_folder
+from nblaunch.training import Accelerator, Prefetcher, prefetch, saved_states, skip_first_batches
 from nblaunch.training.saved_states import MANIFEST
 from tests.processes.trained import Augmented
 
@@ -143,10 +142,9 @@ def test_a_loop_that_also_skips_batches_skips_them_once(options: dict[str, Any],
         assert equal(whole, script(resume)), resume
 
 
-@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["plain", "seeded"])
-def test_set_epoch_of_the_loaded_epoch_keeps_the_position(options: dict[str, Any], tmp_path: Path) -> None:
-    whole = Run(**options).epochs(2, STEPS + 3, tmp_path / "state").result()
-    resumed = Run(start=11, **options)
+def test_set_epoch_of_the_loaded_epoch_keeps_the_position(tmp_path: Path) -> None:
+    whole = Run().epochs(2, STEPS + 3, tmp_path / "state").result()
+    resumed = Run(start=11)
     resumed.accelerator.load_state(tmp_path / "state")
     resumed.loader.set_epoch(1)
     assert equal(whole, resumed.epochs(1, done=STEPS + 3).result())
@@ -168,16 +166,6 @@ def test_a_state_within_an_optimizer_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"save_state: 2 of 3 batches of an optimizer step.*sync_gradients is True"):
         run.epochs(1, 5, tmp_path / "state")
     assert os.listdir(tmp_path) == []
-
-
-def test_a_loaded_state_that_is_saved_again_is_the_same(tmp_path: Path) -> None:
-    whole = Run().epochs(2, 5, tmp_path / "one").result()
-    middle = Run(start=11)
-    middle.accelerator.load_state(tmp_path / "one")
-    middle.accelerator.save_state(tmp_path / "two")
-    resumed = Run(start=12)
-    resumed.accelerator.load_state(tmp_path / "two")
-    assert equal(whole, resumed.epochs(2, done=5).result())
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -274,11 +262,9 @@ def test_skipping_counts_from_the_beginning_of_the_pass() -> None:
     first = [batch.tolist() for batch in loader]
     loader.load_state_dict({"epoch": 0, "batches": 2, "seed": 3})
     for skipped in (2, 0, 4, 5, 9):
-        view = skip_first_batches(loader, skipped)
         loader.set_epoch(1)
         loader.set_epoch(0)
-        assert [batch.tolist() for batch in view] == first[skipped:]
-        assert (len(view), view.dataset is loader.dataset) == (max(0, 5 - skipped), True)
+        assert [batch.tolist() for batch in skip_first_batches(loader, skipped)] == first[skipped:]
     assert loader.epoch == 1
     assert len(list(loader)) == 5
 
@@ -288,14 +274,12 @@ def test_skipping_counts_from_the_beginning_of_the_pass() -> None:
 def test_skipping_concerns_one_pass(seed: int | None, prefetches: bool) -> None:
     loader: Any = Accelerator(compute_setup="cpu", seed=seed).prepare(numbers(shuffle=False))
     loader = Prefetcher(loader, "cpu") if prefetches else loader
-    view = skip_first_batches(loader, 3)
     for _ in range(2):
-        assert next(iter(view)).tolist() == [6, 7]
+        assert next(iter(skip_first_batches(loader, 3))).tolist() == [6, 7]
         assert next(iter(loader)).tolist() == [0, 1]
     for _, _ in zip(range(3), loader, strict=False):
         pass  # a pass that is left at the batch where the next one begins
-    assert [batch.tolist() for batch in view] == [[6, 7], [8, 9]]
-    assert [batch.tolist() for batch in skip_first_batches(view, 1)] == [[8, 9]]
+    assert [batch.tolist() for batch in skip_first_batches(loader, 3)] == [[6, 7], [8, 9]]
     assert len(list(loader)) == 5
 
 
@@ -337,13 +321,12 @@ def test_a_loader_resumes_with_generators_of_its_own() -> None:
     assert second.epoch == 3
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_in_the_last_batch_keeps_the_next_order(num_workers: int) -> None:
+def test_a_state_in_the_last_batch_keeps_the_next_order() -> None:
     """A sampler with a generator draws once more after its last index."""
 
     def loader(seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
-        return Accelerator(compute_setup="cpu").prepare(numbers(generator=generator, num_workers=num_workers))
+        return Accelerator(compute_setup="cpu").prepare(numbers(generator=generator, num_workers=1))
 
     first, second = loader(1), loader(2)
     state = [first.state_dict() for _ in first][-1]
@@ -446,7 +429,6 @@ STEPS_OF_A_WRITE = (
     ("pathlib.Path", "rename"),
     ("pathlib.Path", "write_text"),
     ("shutil", "rmtree"),
-    ("state_folder", "_exchange"),
 )
 
 
@@ -456,7 +438,7 @@ def _killed_at(step: int, run: Run, path: Path) -> bool:
     if child == 0:
         left = [step]
         for owner, name in STEPS_OF_A_WRITE:
-            owners = {"torch": torch, "os": os, "pathlib.Path": Path, "shutil": shutil, "state_folder": state_folder}
+            owners = {"torch": torch, "os": os, "pathlib.Path": Path, "shutil": shutil}
             thing: Any = owners[owner]
             real = getattr(thing, name)
 
@@ -474,13 +456,10 @@ def _killed_at(step: int, run: Run, path: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("host", [None, "another"])
 def test_a_kill_at_any_step_of_a_write_leaves_a_whole_state(
-    host: str | None, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not exchanges:  # as on macOS
-        monkeypatch.setattr(state_folder, "_exchange", lambda one, other: False)
     run, path = Run(), tmp_path / "states" / "latest"
     weight: Any = run.model[0].weight
     nn.init.constant_(weight, 1.0)
@@ -493,7 +472,7 @@ def test_a_kill_at_any_step_of_a_write_leaves_a_whole_state(
             break
         with monkeypatch.context() as patch:
             if host is not None:
-                patch.setattr(state_folder, "_host", lambda: host)
+                patch.setattr(saved_states, "_host", lambda: host)
             run.accelerator.load_state(path)
         found = weight.unique().tolist()
         assert found in ([1.0], [2.0])
@@ -614,11 +593,8 @@ def test_nothing_changes_if_a_state_does_not_fit(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "state"
     run.accelerator.save_state(path)
-    content = bytearray((path / "model.pt").read_bytes())
-    place = content.index(run.model[0].weight.detach().numpy().tobytes())
-    content[place] ^= 1
-    (path / "model.pt").write_bytes(content)
-    with pytest.raises(ArgumentError, match=r"file model.pt is damaged: its content differs"):
+    (path / "model.pt").write_bytes(bytes((path / "model.pt").stat().st_size))
+    with pytest.raises(ArgumentError, match=r"file model.pt cannot be read"):
         run.accelerator.load_state(path)
     (path / "model.pt").unlink()
     with pytest.raises(ArgumentError, match=r"file model.pt is missing"):
@@ -709,17 +685,6 @@ def test_objects_that_need_code_are_a_warning_at_once(tmp_path: Path) -> None:
     counter.value = None
     accelerator.load_state(tmp_path / "state", weights_only=False)
     assert isinstance(counter.value, Odd)
-
-
-def test_numpys_numbers_need_no_code(tmp_path: Path) -> None:
-    accelerator, net, counter = Accelerator(compute_setup="cpu"), nn.Linear(1, 1), Counter(np.float32(0.5))
-    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=np.float64(0.3)))
-    accelerator.register_for_checkpointing(counter)
-    accelerator.save_state(tmp_path / "state")
-    optimizer.param_groups[0]["lr"] = counter.value = 0.0
-    accelerator.load_state(tmp_path / "state")
-    assert optimizer.param_groups[0]["lr"] == 0.3
-    assert counter.value == 0.5
 
 
 def test_objects_that_no_longer_exist_are_not_saved(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from nblaunch.machine import timeouts
 from nblaunch.training import step_boundaries
 from nblaunch.training.step_boundaries import AgreedStop, StepBoundaries
 from nblaunch.training.topology import World
@@ -32,17 +31,17 @@ def test_an_interrupt_ends_the_run_at_the_next_boundary() -> None:
 
 
 def test_a_second_interrupt_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "STOP_SIGNAL_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(step_boundaries, "STOP_SIGNAL_INTERVAL_S", 3600.0)
     with StepBoundaries("run"):
         interrupt()
         interrupt()  # that of the kernel, after that of an editor
-        monkeypatch.setattr(timeouts, "STOP_SIGNAL_INTERVAL_S", 0.0)
+        monkeypatch.setattr(step_boundaries, "STOP_SIGNAL_INTERVAL_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             interrupt()
 
 
 def test_a_step_that_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    monkeypatch.setattr(step_boundaries, "STOP_STEP_S", 0.1)
     with StepBoundaries("run"):
         interrupt()
         with pytest.raises(KeyboardInterrupt):
@@ -50,7 +49,7 @@ def test_a_step_that_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_checkpoint_that_takes_long_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    monkeypatch.setattr(step_boundaries, "STOP_STEP_S", 0.1)
     with StepBoundaries("run") as boundaries:
         boundaries.is_saving = True
         interrupt()
@@ -73,7 +72,7 @@ class Unanswered:
 
 
 def test_the_thread_of_a_run_that_has_ended_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "STOP_AGREEMENT_S", 3600.0)
+    monkeypatch.setattr(step_boundaries, "STOP_AGREEMENT_S", 3600.0)
     monkeypatch.setattr(step_boundaries, "world", lambda: World(0, 0, 2))
     monkeypatch.setattr(step_boundaries, "has_group", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Unanswered)
@@ -97,7 +96,7 @@ def test_in_another_thread_nothing_is_deferred() -> None:
 
 def test_a_forked_child_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step needs the workers of its DataLoader, which a terminal interrupts too."""
-    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    monkeypatch.setattr(step_boundaries, "STOP_STEP_S", 0.1)
     with StepBoundaries("run"):
         child = os.fork()
         if child == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, checkpoint, seeding, shard
+from nblaunch.training import Accelerator, Accuracy, TrainConfig, Trainer, checkpoint, shard
 from nblaunch.training.train_config import loader_of
 
 
@@ -288,22 +287,6 @@ def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ checkpoints
-class Unsavable:
-    """Breaks off the write in its middle."""
-
-    def __reduce__(self) -> Any:
-        raise OSError("no space left on device")
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = checkpoint.path_of(tmp_path / "new" / "folder", 10)
-    checkpoint.write({"weight": torch.ones(3)}, path)
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.write({"weight": torch.zeros(3), "bad": Unsavable()}, path)
-    assert [entry.name for entry in path.parent.iterdir()] == ["step-10.pt"]
-    assert checkpoint.read(path)["weight"].tolist() == [1.0, 1.0, 1.0]
-
-
 def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     for name in ("step-9.pt", "step-100.pt", "step-10.pt", "best.pt", "step-x.pt"):
         (tmp_path / name).touch()
@@ -368,26 +351,6 @@ def test_files_of_a_killed_write_are_removed(tmp_path: Path) -> None:
     assert folder.begin(resume=True) == tmp_path / "step-9.pt"
     folder.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
-
-
-def test_random_states_come_back_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "step-1.pt"
-    checkpoint.write(seeding.random_states(), path)
-    drawn = (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist())
-    seeding.restore_random_states(checkpoint.read(path))
-    assert (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()) == drawn
-
-
-def test_a_running_mean_goes_on_from_a_file(tmp_path: Path) -> None:
-    whole, first, second = Mean(), Mean(), Mean()
-    for number in (0.1, 1e300, -7.0):
-        whole.update(number, 3)
-        first.update(number, 3)
-    checkpoint.write(first.state_dict(), tmp_path / "step-1.pt")
-    second.load_state_dict(checkpoint.read(tmp_path / "step-1.pt"))
-    for mean in (whole, second):
-        mean.update(-1e300, 3)
-    assert second.compute() == whole.compute() == pytest.approx(-6.9 / 4)
 
 
 def test_a_schedule_by_results_is_refused() -> None:
