@@ -103,10 +103,10 @@ def alone_in_a_collective(rank: int, world_size: int, folder: str) -> str:
     return "no error"
 
 
-def one_rank_late(late: int, rank: int, make: Callable[..., float], port: int, folder: str) -> float:
-    """Rank `late` begins a second after the other has begun."""
+def first_rank_late(rank: int, make: Callable[..., float], port: int, folder: str) -> float:
+    """Rank 0 begins a second after the other has begun."""
     begun = Path(folder) / "begun"
-    if rank == late:
+    if rank == 0:
         eventually(begun.exists)
         time.sleep(1)  # the second that the other rank has to wait
     else:
@@ -115,8 +115,7 @@ def one_rank_late(late: int, rank: int, make: Callable[..., float], port: int, f
 
 
 def thirty_groups(rank: int, world_size: int, port: int) -> list[float]:
-    if port:
-        os.environ["MASTER_PORT"] = str(port)
+    os.environ["MASTER_PORT"] = str(port)
     totals = []
     for _ in range(30):
         if dist.is_initialized():
@@ -155,10 +154,9 @@ def two_groups_on_one_port(rank: int, world_size: int, port: int) -> float:
 
 
 def wait_for(folder: str, port: int, rank: int, world_size: int) -> float:
-    """Hold a group, on the user's own port if there is one, until a file says stop."""
-    if port:
-        os.environ["MASTER_PORT"] = str(port)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    """Hold a group, on the user's own port, until a file says stop."""
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
     total = summed()
     (Path(folder) / f"ready{rank}").touch()
     go = Path(folder) / "go"
@@ -208,18 +206,13 @@ def test_the_users_own_timeout_counts(launch: Launcher, tmp_path: Path) -> None:
     assert "Timed out waiting 1000ms" in launch(alone_in_a_collective, kwargs={"folder": str(tmp_path)})[0]
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("make", [the_documents_own, by_tcp])
-def test_a_rank_that_comes_a_second_late_is_waited_for(
-    make: Callable[..., float], late: int, launch: Launcher, free_port: int, tmp_path: Path
-) -> None:
-    arguments = {"late": late, "make": make, "port": free_port, "folder": str(tmp_path)}
-    assert list(launch(one_rank_late, kwargs=arguments)) == [3.0, 3.0]
+def test_a_rank_that_comes_a_second_late_is_waited_for(launch: Launcher, free_port: int, tmp_path: Path) -> None:
+    arguments = {"make": the_documents_own, "port": free_port, "folder": str(tmp_path)}
+    assert list(launch(first_rank_late, kwargs=arguments)) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("own_port", [False, True], ids=["our-port", "own-port"])
-def test_a_group_can_be_destroyed_and_made_again_thirty_times(own_port: bool, launch: Launcher, free_port: int) -> None:
-    assert list(launch(thirty_groups, kwargs={"port": free_port if own_port else 0})) == [[3.0] * 30] * 2
+def test_a_group_can_be_destroyed_and_made_again_thirty_times(launch: Launcher, free_port: int) -> None:
+    assert list(launch(thirty_groups, kwargs={"port": free_port})) == [[3.0] * 30] * 2
 
 
 def test_a_second_init_process_group_raises_torchs_own_error(launch: Launcher) -> None:
@@ -271,11 +264,8 @@ def _sockets(pids: list[int]) -> Iterator[str]:
         yield from (link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
 
 
-@pytest.mark.parametrize("own_port", [False, True], ids=["our-port", "own-port"])
-def test_nothing_listens_beyond_loopback_while_a_launch_runs(
-    own_port: bool, launch: Launcher, free_port: int, tmp_path: Path
-) -> None:
-    arguments: dict[str, Any] = {"folder": str(tmp_path), "port": free_port if own_port else 0}
+def test_nothing_listens_beyond_loopback_while_a_launch_runs(launch: Launcher, free_port: int, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "port": free_port}
     running = launch(wait_for, kwargs=arguments, block=False)
     eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     listening, beyond = listeners(), listeners_beyond_loopback()
