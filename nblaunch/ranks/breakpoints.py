@@ -114,7 +114,11 @@ class Breakpoints:
     def examine(self, error: BaseException) -> None:
         """Open the debugger on an exception, with its frames alive, until the user closes it."""
         traceback = error.__traceback__
-        while traceback is not None and traceback.tb_next is not None and _is_ours(traceback.tb_frame):
+        while (
+            traceback is not None
+            and traceback.tb_next is not None
+            and is_rank_runtime(traceback.tb_frame.f_code.co_filename)
+        ):
             traceback = traceback.tb_next
         if traceback is not None and self._keyboard.can_type:
             debugger = self._new("exception")
@@ -154,10 +158,6 @@ class Breakpoints:
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:
         return importlib.import_module("nblaunch.ranks.debugger").RankDebugger(self._keyboard, by, command)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return is_rank_runtime(frame.f_code.co_filename)
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:

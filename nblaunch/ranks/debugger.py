@@ -95,12 +95,16 @@ class RankDebugger(Pdb):
         return Opened(link.rank, link.task, self._by, *where, text, self._command)
 
     def stop_here(self, frame: FrameType) -> bool:
-        return not _is_ours(frame) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
+        return not is_rank_runtime(frame.f_code.co_filename) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         """Stop tracing when the user's code returns to nblaunch. A coroutine or generator may have paused only."""
         traced = super().dispatch_return(frame, arg)
-        if frame.f_back is None or not _is_ours(frame.f_back) or frame.f_code.co_flags & _PAUSES:
+        if (
+            frame.f_back is None
+            or not is_rank_runtime(frame.f_back.f_code.co_filename)
+            or frame.f_code.co_flags & _PAUSES
+        ):
             return traced
         sys.settrace(None)
         return None
@@ -258,10 +262,6 @@ class RankDebugger(Pdb):
         frame, line = self.stack[self.curindex]
         source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
         self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return is_rank_runtime(frame.f_code.co_filename)
 
 
 # ------------------------------------------------------------------ its streams

@@ -50,12 +50,8 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
         collective=_collective(error),
         status=status,
         gpu=_gpu_memory(error),
-        advice=_advice(trace),
+        advice=shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else advice_on_threads(trace),
     )
-
-
-def _advice(trace: str) -> str:
-    return shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else advice_on_threads(trace)
 
 
 def call_hook(error: BaseException) -> None:

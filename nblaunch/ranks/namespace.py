@@ -95,8 +95,12 @@ class Namespace(pickling.Home):
             if name in own:
                 kept += [name] * (has_changed and self.names[name] is not sent.value)  # as an imported module is
             elif has_changed or sent.is_forced or name not in self.names:
-                replaced += [name] * (not sent.is_forced and self._is_changed(name))
-                self._bind(name, sent)
+                if not sent.is_forced and name in self.names:
+                    replaced += [name] * (self._notebooks[name].content != content_of(self.names[name]))
+                self.names[name] = sent.value
+                self._notebooks.pop(name, None)
+                if sent.digest:
+                    self._notebooks[name] = _OfNotebook(sent.value)
                 bound.append(name)
         apart = [(name, owner) for name in bound for owner in (new_owners & own).intersection(names[name].holds)]
         apart += [(name, owner) for owner in kept for name in bound if name in names[owner].holds]
@@ -118,17 +122,8 @@ class Namespace(pickling.Home):
         self._has_settings = True
         return True
 
-    def _bind(self, name: str, sent: SentName) -> None:
-        self.names[name] = sent.value
-        self._notebooks.pop(name, None)
-        if sent.digest:
-            self._notebooks[name] = _OfNotebook(sent.value)
-
     def _is_notebooks(self, name: str) -> bool:
         return name in self._notebooks and self._notebooks[name].is_value(self.names.get(name, _OfNotebook))
-
-    def _is_changed(self, name: str) -> bool:
-        return name in self.names and self._notebooks[name].content != content_of(self.names[name])
 
     # -------------------------------------------------------------- descriptions
     def describe(self) -> tuple[Bound, ...]:

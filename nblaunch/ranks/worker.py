@@ -227,7 +227,8 @@ class _Rank:
                 raise KeyboardInterrupt
             if home is None or not home.is_set_up:
                 environment.set_threads(task.world.threads)
-                _set_device(task.world.device)
+                if task.world.device.startswith("cuda"):
+                    sys.modules["torch"].cuda.set_device(task.world.device)
             if task.joins:
                 collective_log.begin_task()
                 process_group.join(task.world, self.spec.rank, self.spec.world_size)
@@ -290,13 +291,6 @@ class _Rank:
         self.link.send(Done(rank, task, ended, changed, isinstance(result, Interrupted)), *parcel.fds)
         parcel.close()
         return 0
-
-
-def _set_device(device: str) -> None:
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device))
 
 
 def _set_the_scene(payload: Payload, home: Namespace | None) -> None:

@@ -65,7 +65,7 @@ def _reduce_function(function: Any, sink: BufferSink | None) -> Reduced | None:
             registry = dict(function.registry)
             return _dispatcher, (), registry, None, None, _set_dispatched
     elif (compiler := _compiler_of(function)) is not None and definitions.is_sent_by_value(function):
-        return _compiled, (compiler, function._torchdynamo_orig_callable)
+        return compiler, (function._torchdynamo_orig_callable,)
     return None
 
 
@@ -89,10 +89,6 @@ def _compiler_of(function: Any) -> Any:
         return None
     compiler = _closure_of(function).get("self")
     return compiler if type(compiler).__name__ == "OptimizeContext" else None
-
-
-def _compiled(compiler: Any, function: Any) -> Any:
-    return compiler(function)
 
 
 def _closure_of(function: Any) -> dict[str, Any]:
@@ -166,14 +162,6 @@ def _dead_reference() -> Any:
     return weakref.ref(type("Gone", (), {})())
 
 
-def _reduce_weak_mapping(mapping: Any, sink: BufferSink | None) -> Reduced:
-    return type(mapping), (), None, None, iter(list(mapping.items()))
-
-
-def _reduce_weak_set(members: Any, sink: BufferSink | None) -> Reduced:
-    return type(members), (list(members),)
-
-
 # ------------------------------------------------------------------ torch
 def _reduce_module(module: Any, sink: BufferSink | None) -> Reduced | None:
     """Reduce a module that is parametrized, which has a class of its own, or compiled in place."""
@@ -232,18 +220,6 @@ def _exported(data: bytes) -> Any:
     import torch
 
     return torch.export.load(io.BytesIO(data))
-
-
-def _reduce_overload(overload: Any, sink: BufferSink | None) -> Reduced:
-    return getattr, (overload._overloadpacket, overload._overloadname)
-
-
-def _reduce_packet(packet: Any, sink: BufferSink | None) -> Reduced:
-    return _in_ops, (packet._qualified_op_name,)
-
-
-def _reduce_namespace(namespace: Any, sink: BufferSink | None) -> Reduced:
-    return _in_ops, (namespace.name,)
 
 
 def _in_ops(name: str) -> Any:
@@ -407,11 +383,7 @@ def _reduce_accelerator(accelerator: Any, sink: BufferSink | None) -> Reduced | 
 def _reduce_training_arguments(arguments: Any, sink: BufferSink | None) -> Reduced:
     """Reduce transformers' TrainingArguments. Which rank and device it is for, the receiver finds out."""
     state = {name: value for name, value in vars(arguments).items() if not name.endswith("_setup_devices")}
-    return _new, (type(arguments),), state, None, None, _set_training_arguments
-
-
-def _new(kind: Any) -> Any:
-    return kind.__new__(kind)
+    return object.__new__, (type(arguments),), state, None, None, _set_training_arguments
 
 
 def _set_training_arguments(arguments: Any, state: dict[str, Any]) -> None:
@@ -431,17 +403,17 @@ _ROWS: dict[str, Row] = {
     "functools._lru_cache_wrapper": _reduce_cached,
     "functools.cached_property": _reduce_cached_property,
     "weakref.ReferenceType": _reduce_reference,
-    "weakref.WeakKeyDictionary": _reduce_weak_mapping,
-    "weakref.WeakValueDictionary": _reduce_weak_mapping,
-    "_weakrefset.WeakSet": _reduce_weak_set,
+    "weakref.WeakKeyDictionary": lambda mapping, sink: (type(mapping), (), None, None, iter(list(mapping.items()))),
+    "weakref.WeakValueDictionary": lambda mapping, sink: (type(mapping), (), None, None, iter(list(mapping.items()))),
+    "_weakrefset.WeakSet": lambda members, sink: (type(members), (list(members),)),
     "torch.jit._script.ScriptModule": _reduce_script,
     "torch.jit.torch.jit.ScriptFunction": _reduce_script,
     "torch.export.exported_program.ExportedProgram": _reduce_exported,
     "torch.nn.modules.module.Module": _reduce_module,
     "torch._library.custom_ops.CustomOpDef": _refuse_operators,
-    "torch._ops.OpOverload": _reduce_overload,
-    "torch._ops.OpOverloadPacket": _reduce_packet,
-    "torch._ops._OpNamespace": _reduce_namespace,
+    "torch._ops.OpOverload": lambda overload, sink: (getattr, (overload._overloadpacket, overload._overloadname)),
+    "torch._ops.OpOverloadPacket": lambda packet, sink: (_in_ops, (packet._qualified_op_name,)),
+    "torch._ops._OpNamespace": lambda namespace, sink: (_in_ops, (namespace.name,)),
     "torch.library.Library": _refuse_operators,
     "multiprocessing.synchronize.SemLock": _check_lock,
     "multiprocessing.connection.Connection": _reduce_by_multiprocessing,
