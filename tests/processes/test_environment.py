@@ -131,7 +131,7 @@ def server_pid() -> int:
 
 
 # ------------------------------------------------------------------ torchrun's variables
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
     for rank, env in enumerate(launch(environment, num_processes=3)):
         expected = {
@@ -322,6 +322,7 @@ def test_spawned_ranks_are_as_the_notebook_is_now(launch: Launcher, monkeypatch:
     for settings, variables, jit, score, count in launch(as_born, num_processes=1, threads_per_rank=3):
         assert settings == here
         assert variables["NBTEST_B"] == "second\nline = é"
+        assert (variables["RANK"], variables["WORLD_SIZE"], variables["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
         assert "NBTEST_A" not in variables
         assert not jit
         assert score == min(1000, oom_score() + 500)

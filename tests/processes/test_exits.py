@@ -62,8 +62,8 @@ def test_a_launch_waits_only_for_exits_that_matter(held: str, launch: Launcher, 
 
 
 @pytest.mark.parametrize("held", ["nothing", "an orphan"])
-@conformance("spawn", "fork")
-def test_other_start_methods_wait_for_the_same(held: str, launch: Launcher, tmp_path: Path) -> None:
+@conformance("fork")
+def test_a_fork_of_the_notebook_waits_for_the_same(held: str, launch: Launcher, tmp_path: Path) -> None:
     test_a_launch_waits_only_for_exits_that_matter(held, launch, tmp_path)
 
 

@@ -92,8 +92,8 @@ def test_the_users_settings_leave_malloc_as_it_is(launch: Launcher, env: dict[st
     assert min(launch(faults_of_steps, num_processes=1, env=env)) > STEPS * PAGES
 
 
-@conformance("spawn", "fork")
-def test_other_start_methods_read_the_users_settings(launch: Launcher) -> None:
+@conformance("fork")
+def test_a_fork_of_the_notebook_reads_the_users_settings(launch: Launcher) -> None:
     """Each rank reads them where it sets malloc, however it was started."""
     assert min(launch(faults_of_steps, num_processes=1, env={"MALLOC_TRIM_THRESHOLD_": "131072"})) > STEPS * PAGES
 
