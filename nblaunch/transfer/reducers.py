@@ -361,13 +361,7 @@ def _accelerator_state(kind: Any, precision: str | None, cpu: bool, dynamo_plugi
 
 
 def _reduce_gradient_state(state: Any, sink: BufferSink | None) -> Reduced:
-    return _gradient_state, (type(state), dict(vars(state).get("plugin_kwargs", {})))
-
-
-def _gradient_state(kind: Any, settings: dict[str, Any]) -> Any:
-    state = kind()
-    state.plugin_kwargs = settings
-    return state
+    return type(state), (), {"plugin_kwargs": dict(vars(state).get("plugin_kwargs", {}))}
 
 
 def _reduce_accelerator(accelerator: Any, sink: BufferSink | None) -> Reduced | None:
