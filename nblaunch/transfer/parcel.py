@@ -88,7 +88,8 @@ class Outgoing(BufferSink):
         self.from_gpu = 0
         self._owners: list[object] = []
         self._storages: list[tuple[Any, Region]] = []
-        self._seen: set[Region] = set()
+        self._counted: list[Region] = []
+        self._uncounted: list[Region] = []
         self._small_bytes = self._uncounted_bytes = 0
 
     # -------------------------------------------------------------- called by the pickler
@@ -108,9 +109,7 @@ class Outgoing(BufferSink):
             return True
         self._owners.append(buffer)
         self.buffers.append(region)
-        if region not in self._seen:
-            self._seen.add(region)
-            self._uncounted_bytes += region.size
+        self._uncounted.append(region)
         return False
 
     def _is_small(self, region: Region, owner: object) -> bool:
@@ -140,9 +139,13 @@ class Outgoing(BufferSink):
 
     # -------------------------------------------------------------- called by `pack`
     def count(self, name: str) -> None:
-        """Add to the size of a part what was pickled since the last call; a buffer that parts share counts once."""
+        """Add to the size of a part what was pickled since the last call; memory that parts share counts once."""
+        if self._uncounted:  # merging is slow, and most of many parts have no region
+            before = sum(region.size for region in self._counted)
+            self._counted = segments.merged([*self._counted, *self._uncounted])
+            self._uncounted_bytes += sum(region.size for region in self._counted) - before
         self.sizes[name] = self.sizes.get(name, 0) + self._uncounted_bytes
-        self._uncounted_bytes = 0
+        self._uncounted, self._uncounted_bytes = [], 0
 
     def check_storages(self) -> None:
         for storage, memory in self._storages:
