@@ -8,40 +8,53 @@ when its own engine ends it; its fork server and reapers watch it and kill every
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
 import pickle
 import queue
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import Literal, NoReturn
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nblaunch.engines.agent_files import AgentFiles, AgentFolder, OwnModules
-from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.link import JOIN, Message, Outbox, configure, credential, versions_here
-from nblaunch.engines.local import LocalEngine
-from nblaunch.engines.local_worker import LocalWorker
-from nblaunch.engines.local_workers import LocalWorkers
-from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Received
+from nblaunch.engines.link import (
+    JOIN,
+    LINK_CONNECT_TIMEOUT_S,
+    BlobStore,
+    Message,
+    Outbox,
+    Wake,
+    configure,
+    credential,
+    parts_of,
+    versions_here,
+)
+from nblaunch.engines.local import LocalEngine, LocalWorker, LocalWorkers
+from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Received, Sampler
+from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
+from nblaunch.machine.own_code import digest_of
 from nblaunch.machine.processes import die_with_parent
-from nblaunch.wire import AGENT_FOLDER, BELOW_AGENT
+from nblaunch.wire import AGENT_FOLDER, BELOW_AGENT, launch_files
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.link_messages import (
-    AskStacks,
     Blob,
     BlobPart,
     Boot,
@@ -53,61 +66,205 @@ from nblaunch.wire.link_messages import (
     FromRank,
     Joined,
     Leaving,
-    Measure,
+    NeedFiles,
     Observed,
     Part,
     Place,
     Placed,
     Preload,
     Release,
-    Restart,
-    SendTasks,
     Stacks,
-    Start,
-    ToGroup,
+    Written,
     in_other_clock,
 )
-from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, Swept
+from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, Swept, Task
 from nblaunch.wire.tables import Begun, Dropped
-
-if TYPE_CHECKING:
-    from nblaunch.engines.local_sampler import LocalSampler
 
 _log = logging.getLogger(__name__)
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_PIECE_BYTES = 1 << 18
+"""Of files in one message."""
+_KEPT_DIRECTORIES = 3
+"""Of the last tasks of kept ranks; the first directory of a group stays."""
+_STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
+LINK_CLOSE_S = 1.0
+"""For the last message of an agent to be sent."""
+AGENT_POLL_S = 0.05
+"""Between two reads of the files of an agent's ranks."""
+AGENT_IDLE_POLL_S = 0.5
+"""The same while nothing is written."""
+AGENT_OBSERVE_S = 0.5
+"""Between two looks at what the ranks of a node have counted."""
 
 
-class Wake:
-    """Ends the wait of the agent's loop, from any thread. For groups an `engines.protocol.Wakeup`."""
+# ------------------------------------------------------------------ files
+class AgentFolder:
+    """The folder of one agent, locked while it lives. Removes those of this user's agents that were killed."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        temporary = Path(tempfile.gettempdir())
+        prefix = f"nblaunch-agent-{socket.gethostname()}-"  # a shared disk may have locks that other nodes do not see
+        for old in temporary.glob(f"{glob.escape(prefix)}*"):
+            with contextlib.suppress(OSError):  # it has no locks, or another agent is removing it
+                if old.lstat().st_uid == os.getuid() and (lock := launch_files.acquire_lock(old)) is not None:
+                    shutil.rmtree(old, ignore_errors=True)
+                    launch_files.release_lock(lock)
+        self._lock: int | None = None
+        while self._lock is None:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary))
+            try:
+                self._lock = launch_files.acquire_lock(self.path)  # None: another agent has just removed it
+            except OSError:
+                break  # there are no locks: the folder stays if everything here is killed at once
 
-    def fileno(self) -> int:
-        return self._read
-
-    def set(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of wakeups
-            os.write(self._write, b"!")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # another has read it
-            os.read(self._read, 4096)
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            launch_files.release_lock(self._lock)
+            self._lock = None
 
 
-class AgentGroup:
-    """One worker group on an agent's node. Its ranks are those of the local engine. Used from the agent's thread.
+_Piece = tuple[str, str, bytes]
+"""The kernel's directory, the name of a file there, and bytes of it."""
 
-    Args:
-        group: Its id.
-        ranks: The ranks of this node.
-        workers: Their processes.
-        files: What they write.
-        outbox: Takes messages to the kernel.
-        blobs: What the kernel has sent.
+
+class AgentFiles:
+    """The files of the ranks of one group on this node, in a folder of its own in `folder`."""
+
+    def __init__(self, folder: Path, group: str) -> None:
+        self._group = group
+        self.root = folder / group
+        folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of /tmp may have removed it
+        self.root.mkdir(mode=0o700)
+        self._directories: dict[str, Path] = {}
+        """By the kernel's path for the same directory."""
+        self._sent: dict[Path, int] = {}
+        """How much of each file was sent."""
+        self._made = 0
+
+    def directory(self, log_dir: str) -> Path:
+        """Return the directory here that stands for one of the kernel's."""
+        if log_dir not in self._directories:
+            self._made += 1
+            made = self.root / str(self._made)
+            made.mkdir(mode=0o700)
+            self._directories[log_dir] = made
+            for name, old in list(self._directories.items())[1:-_KEPT_DIRECTORIES]:
+                shutil.rmtree(old, ignore_errors=True)
+                del self._directories[name]
+                self._sent = {path: sent for path, sent in self._sent.items() if path.parent != old}
+        return self._directories[log_dir]
+
+    def has_new(self, rank: int) -> bool:
+        """Return True if a rank has written something that was not sent. Looks at its present and last task."""
+        return any(self._size(path) > self._sent.get(path, 0) for _, path in self._streams(rank))
+
+    def unsent(self, ranks: Iterable[int]) -> Iterator[Message]:
+        """Yield what ranks have written since the last call: what they display before the records that refer to it.
+
+        Small pieces of many files share a message: each costs the kernel as much as a large one.
+        """
+        batch: list[_Piece] = []
+        for piece in (piece for rank in ranks for piece in self._unsent_of(rank)):
+            size = sum(len(data) for _, _, data in batch)
+            if batch and (piece[0] != batch[0][0] or size + len(piece[2]) > _PIECE_BYTES):
+                yield self._message(batch)
+                batch = []
+            batch.append(piece)
+        if batch:
+            yield self._message(batch)
+
+    def _message(self, batch: Sequence[_Piece]) -> Message:
+        files = [(name, len(data)) for _, name, data in batch]
+        return Written(self._group, batch[0][0], files), [b"".join(data for _, _, data in batch)]
+
+    def _unsent_of(self, rank: int) -> Iterator[_Piece]:
+        for log_dir, path in self._streams(rank):
+            size = self._size(path)
+            if size > self._sent.get(path, 0):
+                if path.suffix == ".spool":
+                    yield from self._displays(rank, log_dir, path.parent)
+                yield from self._pieces(log_dir, path, size)
+
+    def _streams(self, rank: int) -> Iterator[tuple[str, Path]]:
+        for log_dir, directory in list(self._directories.items())[-2:]:
+            for stream in _STREAMS:
+                yield log_dir, rank_file(directory, rank, stream)
+
+    def _displays(self, rank: int, log_dir: str, directory: Path) -> Iterator[_Piece]:
+        for path in sorted(directory.glob(f"rank{rank}-output*")):
+            if path not in self._sent and path.suffix != ".part":  # which is being written
+                yield from self._pieces(log_dir, path, self._size(path))
+
+    def _pieces(self, log_dir: str, path: Path, end: int) -> Iterator[_Piece]:
+        start = self._sent.setdefault(path, 0)
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < end and (data := file.read(min(_PIECE_BYTES, end - start))):
+                start += len(data)
+                self._sent[path] = start
+                yield log_dir, path.name, data
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError:  # not yet there
+            return 0
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class OwnModules:
+    """The user's own modules on this node: those that it lacks or has otherwise come from the notebook's machine.
+
+    Threads that place groups wait here; `ask` asks the kernel for files.
     """
+
+    def __init__(self, ask: Callable[[NeedFiles], None]) -> None:
+        self._ask = ask
+        self._contents: dict[bytes, bytes] = {}
+        """Files by digest."""
+        self._awaited: dict[str, queue.SimpleQueue[Files]] = {}
+        """By group: where a thread waits."""
+
+    def path_for(self, message: Place, root: Path) -> list[str]:
+        """Return what comes first in the ranks' ``sys.path``: `root`, with the modules that differ here.
+
+        Of a package that differs, all files are taken from the notebook's machine. StartError: it does not send them.
+        """
+        differing = {file.package for file in message.modules if digest_of(file.path) != file.digest}
+        wanted = [file for file in message.modules if file.package in differing]
+        lacking = {file.digest for file in wanted} - self._contents.keys()
+        if lacking:
+            arrived = self._awaited[message.group] = queue.SimpleQueue()
+            self._ask(NeedFiles(message.group, sorted(lacking)))
+            try:
+                self._contents.update(arrived.get(timeout=timeouts.PROGRAM_TIMEOUT_S).contents)
+            except queue.Empty:
+                raise StartError(
+                    f"the notebook's own modules have not come within {timeouts.PROGRAM_TIMEOUT_S:.0f} s: is the link "
+                    "slow? Launch again"
+                ) from None
+            finally:
+                del self._awaited[message.group]
+        for file in wanted:
+            path = root / file.name
+            if file.digest in self._contents and root in path.resolve().parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self._contents[file.digest])
+        return [str(root)] if wanted else []
+
+    def take(self, message: Files) -> None:
+        arrived = self._awaited.get(message.group)
+        if arrived is not None:
+            arrived.put(message)
+
+
+# ------------------------------------------------------------------ the ranks of a group
+class AgentGroup:
+    """One worker group on an agent's node. Its ranks are those of the local engine. Used from the agent's thread."""
 
     def __init__(
         self, group: str, ranks: range, workers: LocalWorkers, files: AgentFiles, outbox: Outbox, blobs: BlobStore
@@ -116,7 +273,7 @@ class AgentGroup:
         self.has_started = self.is_over = False
         self._ranks, self._files, self._outbox, self._blobs = ranks, files, outbox, blobs
         self._by_rank: dict[int, LocalWorker] = {}
-        self._waiting: list[SendTasks] = []
+        self._waiting: list[tuple[Sequence[Task], Sequence[Blob]]] = []
         """Tasks whose blobs are on their way."""
         self._interrupts: dict[int, int] = {}
         """By rank: the task to interrupt once it is sent."""
@@ -128,73 +285,80 @@ class AgentGroup:
         self._known_stacks: set[int] = set()
         self._is_reading: set[int] = set()
         """Ranks whose files wait in the lane."""
-        self._sampler: LocalSampler | None = None
+        self._sampler: Sampler | None = None
         self._observe_at = self._measure_at = 0.0
         self._dropped: dict[int, Dropped] = {}
         self._collectives: dict[int, Sequence[Begun]] = {}
         self._blobs_made = 0
 
     # -------------------------------------------------------------- from the kernel
-    def take(self, message: ToGroup) -> None:
-        """Do what the kernel asks."""
+    def call(self, call: Call) -> None:
+        """Do what the kernel asks, here, or in the workers or the worker of the local engine."""
         try:
-            self._obey(message)
+            own = getattr(AgentGroup, call.method, None)
+            if own is not None:
+                own(self, *(() if call.rank is None else (call.rank,)), *call.arguments)
+            else:
+                target = self.workers if call.rank is None else self._by_rank[call.rank]
+                getattr(target, call.method)(*call.arguments)
         except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
-            self.refuse(str(error) or repr(error), getattr(message, "rank", -1))
+            self._refuse(str(error) or repr(error), -1 if call.rank is None else call.rank)
 
-    def refuse(self, reason: str, rank: int = -1) -> None:
+    def _refuse(self, reason: str, rank: int = -1) -> None:
         """Report that ranks could not be started, or do not get their task."""
         self._send([(FromGroup(self.group, NotStarted(rank, reason)), ())], at_once=True)
 
-    def _obey(self, message: ToGroup) -> None:
-        if isinstance(message, Start):
-            self._by_rank = {w.rank: w for w in self.workers.start(lambda rank: message.environments[rank])}
-            self.has_started = True
-        elif isinstance(message, Restart):
-            self._by_rank[message.rank] = self.workers.restart(message.rank, message.environment)
-            self._closed.discard(message.rank)
-            self._known_stacks.discard(message.rank)
-        elif isinstance(message, SendTasks):
-            self._waiting.append(message)
-            self.hand_out()
-        elif isinstance(message, Call):
-            self._call(message)
-        elif isinstance(message, AskStacks):
-            self._asked.add(message.rank)
-            self._by_rank[message.rank].stacks.ask(time.monotonic() + message.signal_after_s)
-        elif isinstance(message, Measure):
-            self._measure(message.device)
+    def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
+        self._by_rank = {worker.rank: worker for worker in self.workers.start(environments.__getitem__)}
+        self.has_started = True
 
-    def _call(self, message: Call) -> None:
-        if message.rank is None:
-            getattr(self.workers, message.method)(*message.arguments)
-        elif message.method == "interrupt" and message.arguments[0] > self._task:  # its data are still on their way
-            self._interrupts[message.rank] = message.arguments[0]
+    def restart(self, rank: int, environment: Mapping[str, str]) -> None:
+        self._by_rank[rank] = self.workers.restart(rank, environment)
+        self._closed.discard(rank)
+        self._known_stacks.discard(rank)
+
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[Blob]) -> None:
+        self._waiting.append((tasks, parcel))
+        self._hand_out()
+
+    def interrupt(self, rank: int, task: int) -> None:
+        if task > self._task:  # its data are still on their way
+            self._interrupts[rank] = task
         else:
-            getattr(self._by_rank[message.rank], message.method)(*message.arguments)
+            self._by_rank[rank].interrupt(task)
+
+    def ask_stacks(self, rank: int, signal_after_s: float) -> None:
+        """Ask a rank for its stacks; send it a signal if it has not answered by then."""
+        self._asked.add(rank)
+        self._by_rank[rank].stacks.ask(time.monotonic() + signal_after_s)
+
+    def measure(self, device: str) -> None:
+        """Begin to measure the ranks once a second; end if no device is named."""
+        if self._sampler is not None:
+            self._sampler.close()
+        self._sampler = self.workers.sampler(device, os.environ) if device else None
 
     def lose_blob(self, key: str, reason: str) -> None:
         """Refuse the tasks that wait for a blob, which cannot be kept here."""
-        if any(blob.key == key for message in self._waiting for blob in message.parcel):
+        if any(blob.key == key for _, parcel in self._waiting for blob in parcel):
             self._waiting.clear()
-            self.refuse(reason)
+            self._refuse(reason)
 
     def hand_out(self) -> None:
         """Send the tasks whose blobs have arrived."""
         try:
             self._hand_out()
-        except Exception as error:  # noqa: BLE001  # as in `take`
-            self.refuse(str(error) or repr(error))
+        except Exception as error:  # noqa: BLE001  # as in `call`
+            self._refuse(str(error) or repr(error))
 
     def _hand_out(self) -> None:
-        while self._waiting and all(blob.key in self._blobs for blob in self._waiting[0].parcel):
-            message = self._waiting.pop(0)
+        while self._waiting and all(blob.key in self._blobs for blob in self._waiting[0][1]):
+            sent, parcel = self._waiting.pop(0)
             tasks = [
-                replace(task, log_dir=str(self._files.directory(task.log_dir)) if task.log_dir else "")
-                for task in message.tasks
+                replace(task, log_dir=str(self._files.directory(task.log_dir)) if task.log_dir else "") for task in sent
             ]
             self._task = max(task.task for task in tasks)
-            self.workers.send_tasks(tasks, [self._blobs.descriptor(blob.key) for blob in message.parcel])
+            self.workers.send_tasks(tasks, [self._blobs.descriptor(blob.key) for blob in parcel])
             for rank, task in self._interrupts.items():
                 self._by_rank[rank].interrupt(task)
             self._interrupts.clear()
@@ -216,7 +380,7 @@ class AgentGroup:
             self._is_reading.update(new)
             self._send(self._written(new))
         if now >= self._observe_at:
-            self._observe_at = now + timeouts.AGENT_OBSERVE_S
+            self._observe_at = now + AGENT_OBSERVE_S
             self._observe(now)
         return bool(new)
 
@@ -295,29 +459,16 @@ class AgentGroup:
         if changed.dropped or changed.collectives or usage is not None:
             self._send([(changed, ())], at_once=True)
 
-    def _measure(self, device: str) -> None:
-        if self._sampler is not None:
-            self._sampler.close()
-        self._sampler = self.workers.sampler(device, os.environ) if device else None
-
     # -------------------------------------------------------------- the end
     def close(self) -> None:
-        """Release everything; ranks that still run are killed."""
         self.is_over = True
-        self._measure("")
+        self.measure("")
         self.workers.close()
         self._files.close()
 
 
 class Agent:
-    """See the module.
-
-    Args:
-        boot: Where the kernel is, and the keys.
-        machine: This node.
-        engine: Starts ranks here.
-        folder: For the files of ranks.
-    """
+    """See the module."""
 
     def __init__(self, boot: Boot, machine: Machine, engine: LocalEngine, folder: AgentFolder) -> None:
         self._machine, self._engine, self._folder = machine, engine, folder
@@ -362,7 +513,7 @@ class Agent:
         self._join()
         has_written = True
         while not self._is_leaving:
-            self._poll(timeouts.AGENT_POLL_S if has_written or self._groups else timeouts.AGENT_IDLE_POLL_S)
+            self._poll(AGENT_POLL_S if has_written or self._groups else AGENT_IDLE_POLL_S)
             self._receive()
             while not self._requests.empty():
                 self._requests.get()()
@@ -373,7 +524,7 @@ class Agent:
                 self._reason_to_leave, self._term_at = "", now
             self._outbox.flush(self._send)
             if self._term_at is not None and not (self._groups or self._placing):  # no rank needs the grace period
-                self._is_leaving = now - self._term_at > timeouts.LINK_CLOSE_S
+                self._is_leaving = now - self._term_at > LINK_CLOSE_S
         for group in self._groups.values():
             group.close()
         self._folder.close()
@@ -395,7 +546,6 @@ class Agent:
             return False
 
     def _poll(self, seconds: float) -> None:
-        """Wait until there is something to do."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN if self._outbox.is_empty else zmq.POLLIN | zmq.POLLOUT)
         poller.register(self._wake, zmq.POLLIN)
@@ -409,7 +559,7 @@ class Agent:
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        until = time.monotonic() + timeouts.AGENT_POLL_S
+        until = time.monotonic() + AGENT_POLL_S
         while time.monotonic() < until and not self._is_leaving:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -422,7 +572,7 @@ class Agent:
 
     def _watch_connection(self) -> None:
         """Let the agent exit once its connection has ended. Runs in a thread: the loop may be busy."""
-        is_there = self._monitor.poll(int(timeouts.LINK_CONNECT_TIMEOUT_S * 1000))
+        is_there = self._monitor.poll(int(LINK_CONNECT_TIMEOUT_S * 1000))
         if is_there and recv_monitor_message(self._monitor)["event"] == _CONNECTED:
             recv_monitor_message(self._monitor)  # waits for the end
             self._is_leaving = True
@@ -455,8 +605,8 @@ class Agent:
             self._modules.take(message)
         elif isinstance(message, Release):
             self._close(message.group)
-        elif message.group in self._groups:  # type: ignore[attr-defined]  # else it was closed meanwhile
-            self._groups[message.group].take(message)  # type: ignore[attr-defined, arg-type]  # the only ones left
+        elif isinstance(message, Call) and message.group in self._groups:  # else it was closed meanwhile
+            self._groups[message.group].call(message)
 
     def _take_part(self, part: BlobPart, data: Part) -> None:
         try:
@@ -477,7 +627,6 @@ class Agent:
             self._placing[name] = True
         elif group is not None:
             group.close()
-            self._engine.prepare_next()
 
     # -------------------------------------------------------------- placing
     def _place(self, message: Place) -> None:
@@ -487,18 +636,9 @@ class Agent:
         try:
             files = AgentFiles(self._folder.path, message.group)
             process, note = self._process(message, files)
-            method = self._engine.usable(message.method, message.env, message.named, lambda: "")
-            log_dir = str(files.directory(message.log_dir))
-            order = Order(
-                message.group,
-                message.world_size,
-                [message.ranks],
-                method,
-                process,
-                [message.env],
-                message.named,
-                log_dir,
-                is_kept=message.is_kept,
+            method = self._engine.usable(message.order.method, message.order.envs[0], message.order.named, str)
+            order = replace(
+                message.order, method=method, process=process, log_dir=str(files.directory(message.order.log_dir))
             )
             workers = self._engine.place(order, self._wake)
             store = workers.open_store(address=self._machine.address) if message.serves_store else None
@@ -512,7 +652,7 @@ class Agent:
 
     def _process(self, message: Place, files: AgentFiles) -> tuple[Process, str]:
         """Return what ranks start from here, as like the notebook's process as this node allows, and a note."""
-        wanted, own, note = message.process, this_process(), ""
+        wanted, own, note = message.order.process, this_process(), ""
         cwd = wanted.cwd
         modules = self._modules.path_for(message, files.root / "modules")
         if not os.path.isdir(cwd):
@@ -530,7 +670,7 @@ class Agent:
                     each.close()
         else:
             assert files is not None
-            made = AgentGroup(message.group, message.ranks, workers, files, self._outbox, self._blobs)
+            made = AgentGroup(message.group, message.order.ranks[0], workers, files, self._outbox, self._blobs)
             self._groups[message.group] = made
         self._outbox.put(answer)
 

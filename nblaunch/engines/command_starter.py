@@ -45,7 +45,6 @@ def python_on_nodes() -> str:
 
 
 def said_in(errors: IO[bytes]) -> str:
-    """Return the end of a command's stderr."""
     errors.seek(0, 2)
     errors.seek(max(0, errors.tell() - _LAST_BYTES))
     return errors.read().decode(errors="replace").strip()
@@ -62,12 +61,7 @@ class CommandStarter:
         """What `problem` has returned the reason of."""
 
     def run(self, commands: Sequence[Command], boot: Boot, env: Mapping[str, str] | None = None) -> None:
-        """Start the commands.
-
-        Args:
-            commands: What to start.
-            boot: What agents read from stdin.
-            env: The commands' environment. Default: that of this process.
+        """Start the commands. Their agents read `boot` from stdin.
 
         Raises:
             StartError: One cannot be started.
@@ -106,13 +100,7 @@ class CommandStarter:
         return ""
 
     def reason(self, name: str, status: int, said: str) -> str:
-        """Return why a command has exited, and what to do.
-
-        Args:
-            name: Names the command.
-            status: Its exit status.
-            said: The end of its stderr.
-        """
+        """Return why a command has exited, and what to do."""
         python, details = python_on_nodes(), f": {said}" if said else ""
         if status in (126, 127) or f"{python}: No such file or directory" in said:  # srun exits with 2
             return (
@@ -132,11 +120,7 @@ class CommandStarter:
         self.end()
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the commands.
-
-        Args:
-            at_once: Whether no agent can exit by itself. Default: False.
-        """
+        """End the commands; `at_once`, if no agent can exit by itself."""
         running, self._running = self._running, []
         failed = [] if at_once else [each for each in running if each[1].poll()]  # by themselves: none is ended yet
         processes = [process for _, process, _ in running]
@@ -156,7 +140,6 @@ class CommandStarter:
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait until all have exited, for `seconds` in all."""
     deadline = time.monotonic() + seconds
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):

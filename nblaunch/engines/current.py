@@ -16,7 +16,7 @@ from nblaunch.machine import arguments
 if TYPE_CHECKING:
     from nblaunch.engines.node_engine import Starter  # which imports ZeroMQ
 
-engine: Engine = LocalEngine()
+engine = LocalEngine()
 """This machine."""
 KINDS = ("auto", "local", "slurm", "ray", "ssh")
 _held: dict[tuple[str, int | None], Engine] = {}
@@ -24,11 +24,9 @@ _held: dict[tuple[str, int | None], Engine] = {}
 
 
 def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
-    """Return the engine for a launch; the same one for the same words.
+    """Return the engine for ``engine=`` and ``num_nodes=``; the same one for the same words.
 
-    Args:
-        name: ``engine=``: ``"auto"``, ``"local"``, or another of `KINDS` with its own options behind it.
-        num_nodes: ``num_nodes=``; None: the engine's own default.
+    `name` begins with one of `KINDS`, with its own options behind it. Without `num_nodes` the engine decides.
 
     Raises:
         ArgumentError: There is no such engine, or it cannot have that many nodes.
@@ -51,14 +49,7 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What ``engine=`` and ``num_nodes=`` ask for, for a job file.
-
-    Attributes:
-        kind: One of `KINDS`.
-        nodes: The number of nodes.
-        options: Options of sbatch, each as one or two words.
-        left_out: Options of srun alone.
-    """
+    """What ``engine=`` and ``num_nodes=`` ask for, for a job file."""
 
     kind: str
     nodes: int
@@ -67,11 +58,7 @@ class JobRequest:
 
 
 def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
-    """Return what a job file needs of the engine. Nothing is started or held.
-
-    Args:
-        name: See `chosen`.
-        num_nodes: See `chosen`. A job of its own may have more nodes than the engine.
+    """Return what a job file needs of the engine; its job may have more nodes. Nothing is started or held.
 
     Raises:
         ArgumentError: There is no such engine, or an option is invalid.
@@ -102,7 +89,6 @@ def _check_local(count: int | None) -> None:
 
 
 def _kind_of(name: Any) -> tuple[str, list[str]]:
-    """Return the kind that ``engine=`` names, and its options."""
     if not isinstance(name, str) or not name.strip():
         raise ArgumentError(f"engine={name!r}: must be one of {', '.join(map(repr, KINDS))}")
     try:
@@ -152,7 +138,6 @@ def status() -> list[str]:
 
 
 def held() -> list[Engine]:
-    """Return the engines of other machines that hold nodes, or have held some."""
     return list(_held.values())
 
 

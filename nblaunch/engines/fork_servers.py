@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import named_resources, processes, segments, timeouts
@@ -73,6 +73,12 @@ _SET_BY_LIBRARIES = (
     "TRITON_CACHE_DIR",
 )
 """Variables that libraries set when the notebook imports them. They count only if ``env=`` names them."""
+SERVER_START_TIMEOUT_S = 120.0
+"""For a fork server to import torch, which takes most of a minute from a cold disk."""
+PRELOAD_TIMEOUT_S = 120.0
+"""For a fork server to import one package ahead of launches."""
+BUILD_QUIET_S = 1.0
+"""Without a launch's start before a fresh fork server is started in the background."""
 
 
 class Where(NamedTuple):
@@ -85,7 +91,6 @@ class Where(NamedTuple):
 
     @classmethod
     def here(cls) -> Where:
-        """Return this process's environment, with the root as its directory."""
         return cls(dict(os.environ), os.path.abspath(os.sep))
 
     @property
@@ -131,15 +136,8 @@ class Reaper:
 class ForkServer:
     """One fork server process and the channel to it. `Servers` decides when to start one.
 
-    Args:
-        preload: Modules to import before it forks; none for a server that only starts fresh interpreters.
-        where: What the modules see during their import. Default: this process's environment.
-        ahead: Modules to import after them, which ranks can import for themselves.
-
-    Attributes:
-        launches: How many it has started.
-        package: The package of `ahead` that it imports, or that is at fault; empty if none.
-        is_awaited: A launch may wait for it to get ready.
+    It imports the modules `preload`, none if it only starts fresh interpreters, and then those that ranks can import
+    for themselves, `ahead`. They see the environment and directory `where`.
 
     Raises:
         StartError: The system refuses to start it.
@@ -148,15 +146,19 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], where: Where | None = None, ahead: Sequence[str] = ()) -> None:
         self.preload, self.where, self.ahead = tuple(preload), where or Where.here(), tuple(ahead)
         self.hello: Hello | None = None
-        self.launches, self.is_awaited = 0, True
+        self.launches = 0
+        self.is_awaited = True
+        """A launch may wait for it to get ready."""
         self.package = ""
+        """The package of `ahead` that it imports, or that is at fault; empty if none."""
         self._problem = ""
         self._lock = threading.Lock()
         self._is_retired = False
         self.installed = installed_now()
         with contextlib.ExitStack() as undo:
             try:
-                self._errors = undo.enter_context(_errors_file())
+                errors = segments.create_file(name="nblaunch-stderr").leave_writable()
+                self._errors = undo.enter_context(os.fdopen(errors, "w+b"))
                 self.channel, there = channel_pair()
                 undo.callback(self.channel.close)
                 with there:
@@ -181,7 +183,6 @@ class ForkServer:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if it has none of the notebook's packages."""
         return set(self.ahead) <= set(_SOON)
 
     def fits(self, where: Where) -> bool:
@@ -193,11 +194,7 @@ class ForkServer:
         )
 
     def ready(self) -> Hello:
-        """Wait until its imports are over.
-
-        Raises:
-            StartError: It died, or took too long and was killed; the message has its stderr.
-        """
+        """Wait until its imports are over. StartError: it died, or took too long and was killed."""
         with self._then_close(), self._lock:
             if self._problem:
                 raise StartError(self._problem)
@@ -213,18 +210,13 @@ class ForkServer:
             return self.hello
 
     def is_importing(self) -> bool:
-        """Return True if `ready` would wait. Does not wait for another thread that does."""
         try:
             return self.hello is None and not self._problem and not readable(self.channel)
         except (OSError, ValueError):  # another thread has retired it
             return False
 
     def fork_reaper(self) -> Reaper:
-        """Fork the reaper of a launch.
-
-        Raises:
-            OSError: It has exited.
-        """
+        """Fork the reaper of a launch. OSError: the server has exited."""
         here, there = channel_pair()
         with there, self._then_close(), self._lock:
             try:
@@ -241,7 +233,6 @@ class ForkServer:
         return self.process.poll() is None
 
     def state(self) -> str:
-        """Return its pid, how many launches it has started, and the memory that it holds."""
         held = processes.memory_of(self.process.pid)
         count = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
         return f"pid {self.process.pid}, {count}" + (f", {held / 1e6:.0f} MB" if held else "")
@@ -251,15 +242,10 @@ class ForkServer:
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Kill it and its launches; wait for its exit."""
-        self.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
-
-    def kill(self) -> None:
-        """Kill it and its launches."""
         self.process.kill()
         self.retire()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
 
     def retire(self) -> None:
         """Let it exit after its launches; `alive` collects its exit status."""
@@ -294,11 +280,11 @@ class ForkServer:
                 self._lock.release()
 
     def _wait_for_hello(self) -> Hello:
-        deadline = time.monotonic() + timeouts.SERVER_START_TIMEOUT_S
+        deadline = time.monotonic() + SERVER_START_TIMEOUT_S
         while True:
             for message, _ in self.channel.drain():
                 if isinstance(message, Importing):
-                    self.package, deadline = message.package, time.monotonic() + timeouts.PRELOAD_TIMEOUT_S
+                    self.package, deadline = message.package, time.monotonic() + PRELOAD_TIMEOUT_S
                 elif isinstance(message, Hello) and message.protocol == PROTOCOL:
                     self.package = message.package
                     return message
@@ -316,22 +302,11 @@ class ForkServer:
         if self.package and self.channel.closed:
             return "importing it ends the process"
         if self.package:
-            return f"importing it takes more than {timeouts.PRELOAD_TIMEOUT_S:.0f} s"
-        return f"the fork server did not start{self._last_words()}"
-
-    def _last_words(self) -> str:
+            return f"importing it takes more than {PRELOAD_TIMEOUT_S:.0f} s"
         self._errors.seek(0)
-        text = self._errors.read()[-4000:].decode(errors="replace").strip()
-        return (
-            f": {text}"
-            if text
-            else f" within {timeouts.SERVER_START_TIMEOUT_S:.0f} s (exit status {self.process.poll()})"
-        )
-
-
-def _errors_file() -> IO[bytes]:
-    """Open an unnamed file for a server's stderr."""
-    return os.fdopen(segments.create_file(name="nblaunch-stderr").leave_writable(), "w+b")
+        said = self._errors.read()[-4000:].decode(errors="replace").strip()
+        late = f" within {SERVER_START_TIMEOUT_S:.0f} s (exit status {self.process.poll()})"
+        return "the fork server did not start" + (f": {said}" if said else late)
 
 
 class Servers:
@@ -370,11 +345,7 @@ class Servers:
         """A fresh server in the background."""
 
     def warm_up(self) -> None:
-        """Start the fork server in the background, if it does not run; also if it could not before.
-
-        Raises:
-            StartError: The system refuses to start it.
-        """
+        """Start the fork server in the background, if it does not run; also if it could not before."""
         with self._lock:
             self._given_up = []
             self._server(Where.here())
@@ -396,10 +367,8 @@ class Servers:
     def preload(self, modules: Sequence[str], where: Where | None = None, *, again: bool = False) -> None:
         """Import modules ahead of later launches, besides those that the notebook imports.
 
-        Args:
-            modules: Their names.
-            where: Where launches will run, if none has run yet. Default: not known.
-            again: Retry modules that could not be imported before. Default: only after an installation.
+        `where` is where launches will run, if none has run yet. With `again`, modules that could not be imported before
+        are tried again, as they are after an installation.
         """
         with self._lock:
             self._named.update(dict.fromkeys(modules))
@@ -410,11 +379,7 @@ class Servers:
             self.build_soon()
 
     def reaper(self, method: Method, where: Where | None = None) -> Reaper:
-        """Return the reaper of a new launch, from a running server.
-
-        Args:
-            method: ``forkserver`` or ``spawn``.
-            where: Its ranks' environment and folder. Default: those of this process.
+        """Return the reaper of a new launch there, from a running server.
 
         Raises:
             StartError: No server could be started, or this process may not open the files for it.
@@ -422,20 +387,30 @@ class Servers:
         where = where or Where.here()
         with self._launching():
             for last in (False, True):
-                server = self._for(method, where)
+                server, problem = self._ready(lambda: self._for(method, where))
+                if problem:
+                    raise StartError(problem)
                 try:
-                    server.ready()
                     return server.fork_reaper()
                 except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                     if last:
                         raise StartError(f"the fork server died twice: {error}") from error
                     self.give_up(server)  # though the system may not tell of its end yet
-                except StartError:
-                    if last or self.has_place(server):  # else another thread has retired it meanwhile
-                        raise
                 except OSError as error:  # this process, and not the server, is in trouble
                     raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
+
+    def _ready(self, find: Callable[[], ForkServer]) -> tuple[ForkServer, str]:
+        """Wait for a server; return it, and why it cannot be used. One that another thread retires does not count."""
+        for _ in range(MAX_SERVER_TRIES):
+            server = find()
+            try:
+                server.ready()
+                return server, ""
+            except StartError as error:
+                if self.has_place(server):
+                    return server, str(error)
+        return server, f"it was replaced {MAX_SERVER_TRIES} times before it was ready"
 
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
@@ -452,12 +427,9 @@ class Servers:
     def usable(
         self, method: Method, where: Where | None = None, show: Callable[[str], None] = lambda text: None
     ) -> Method:
-        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks.
+        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks there.
 
-        Args:
-            method: The method that the user chose.
-            where: The ranks' environment. Default: that of this process.
-            show: Gets what is awaited, unless the fork server is ready.
+        `show` gets what is awaited, unless the fork server is ready.
         """
         if method != "forkserver":
             return method
@@ -469,30 +441,31 @@ class Servers:
 
     def _problem(self, where: Where, show: Callable[[str], None]) -> str:
         """Return why ranks cannot be forked; empty if they can."""
-        for _ in range(MAX_SERVER_TRIES):
-            with self._launching():
-                with self._lock:
-                    for env, reason in self._given_up:
-                        if env == where.read_at_import:
-                            return reason
-                    server = self._server(where)
-                if server.is_importing():
-                    why = "first launch with this env="
-                    if where.read_at_import == Where.here().read_at_import:
-                        why = "first launch" if not self._last else "the fork server starts again"
-                    show(f"importing torch ({why}) …")
-                try:
-                    return server.ready().problem
-                except StartError as error:
-                    with self._lock:
-                        if self.has_place(server):
-                            reason = f"{error} (%reload_ext nblaunch tries again)"
-                            self._given_up.append((server.where.read_at_import, reason))
-                            return reason
-        return f"it was replaced {MAX_SERVER_TRIES} times before it was ready"
+
+        def find() -> ForkServer:
+            with self._lock:
+                server = self._server(where)
+            if server.is_importing():
+                why = "first launch with this env="
+                if where.read_at_import == Where.here().read_at_import:
+                    why = "first launch" if not self._last else "the fork server starts again"
+                show(f"importing torch ({why}) …")
+            return server
+
+        with self._lock:
+            for env, reason in self._given_up:
+                if env == where.read_at_import:
+                    return reason
+        with self._launching():
+            server, problem = self._ready(find)
+        if server.hello is not None:
+            return server.hello.problem
+        reason = f"{problem} (%reload_ext nblaunch tries again)"
+        with self._lock:
+            self._given_up.append((where.read_at_import, reason))
+        return reason
 
     def status(self) -> list[str]:
-        """Return the lines of ``%distributed status``."""
         with self._lock:
             here = Where.here().read_at_import
             alive = [server for server in self._servers if server.alive()]
@@ -522,7 +495,6 @@ class Servers:
         return f"fork server: {server.state()}, {state}"
 
     def stop(self) -> None:
-        """Kill every server of this process."""
         with self._lock:
             present = self.all()
             self._servers, self._retired, self._bare, self._building = [], [], None, None
@@ -628,11 +600,7 @@ class Servers:
                     self._builder = self._building = None
 
     def _may_build(self) -> bool:
-        """Wait until no launch starts. Return False if there is nothing to build.
-
-        Raises:
-            StartError: The server whose place another shall take cannot be used.
-        """
+        """Wait until no launch starts. Return False if there is nothing to build."""
         while True:
             with self._lock:
                 quiet = 0.0 if self._starting else time.monotonic() - self._started
@@ -641,10 +609,10 @@ class Servers:
                     self._builder = None  # a later request starts another thread
                     return False
             old = step[0]
-            if old.hello is not None and quiet >= timeouts.BUILD_QUIET_S:
+            if old.hello is not None and quiet >= BUILD_QUIET_S:
                 return True
             old.ready()
-            time.sleep(max(0.05, timeouts.BUILD_QUIET_S - quiet))
+            time.sleep(max(0.05, BUILD_QUIET_S - quiet))
 
     def _build_one(self) -> None:
         with self._lock:

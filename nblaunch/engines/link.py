@@ -17,7 +17,9 @@ result; what must not wait behind logs goes first. Lanes take turns.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hmac
 import json
 import logging
@@ -40,8 +42,9 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
-from nblaunch.wire.link_messages import LINK_PROTOCOL, Boot, Joined, Part, Proof, Versions
+from nblaunch.machine import segments, timeouts
+from nblaunch.machine.segments import Draft
+from nblaunch.wire.link_messages import LINK_PROTOCOL, BlobPart, Boot, Joined, Part, Proof, Versions
 
 _log = logging.getLogger(__name__)
 JOIN = b"join"
@@ -55,20 +58,52 @@ Message = tuple[object, Sequence[Part]]
 Source = tuple[Iterator[Message], Callable[[str], None]]
 """Of messages, and what is called with the reason if it fails."""
 Lanes = dict[str, deque[Source]]
+LINK_BEAT_S = 1.0
+"""Between two of ZeroMQ's heartbeats on a link between machines, in both directions."""
+LINK_CONNECT_TIMEOUT_S = 20.0
+"""For an agent to connect to the kernel, and to prove itself."""
+LINK_SILENCE_S = 4.0
+"""Without an answer to a heartbeat before ZeroMQ ends a connection, and its node is lost."""
+LINK_READ_S = 0.05
+"""Longest time that the thread of a link reads without sending."""
+LINK_RETRY_S = 0.002
+"""Before messages are sent that ZeroMQ has not taken."""
 
 
 def encoded(message: object, buffers: Sequence[Part] = ()) -> list[Part]:
-    """Return the parts of a message."""
     return [pickle.dumps(message, protocol=5), *buffers]
 
 
 def configure(link: zmq.Socket[bytes]) -> None:
-    """Set what both ends of a link have in common."""
     link.setsockopt(zmq.SNDHWM, MAX_WAITING)
     link.setsockopt(zmq.RCVHWM, 0)  # a socket that is full would not hear heartbeats
-    link.setsockopt(zmq.HEARTBEAT_IVL, int(timeouts.LINK_BEAT_S * 1000))
-    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeouts.LINK_SILENCE_S * 1000))
-    link.setsockopt(zmq.HEARTBEAT_TTL, int(timeouts.LINK_SILENCE_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_IVL, int(LINK_BEAT_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(LINK_SILENCE_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_TTL, int(LINK_SILENCE_S * 1000))
+
+
+class Wake:
+    """Ends the wait of a thread that watches it, from any other; an `engines.protocol.Wakeup`."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def set(self) -> None:
+        with contextlib.suppress(OSError):  # full of wakeups, or closed
+            self._write.send(b"!")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # another has read it
+            self._read.recv(4096)
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
 
 
 class Outbox:
@@ -86,11 +121,10 @@ class Outbox:
         self._lanes: Lanes = {}
 
     def put(self, message: object) -> None:
-        """Queue an urgent message, which overtakes those in lanes."""
         self.put_encoded(encoded(message))
 
     def put_encoded(self, parts: list[Part]) -> None:
-        """Queue an urgent message that is encoded."""
+        """Queue an urgent message, which overtakes those in lanes."""
         self._urgent.append(parts)
 
     def put_in(
@@ -101,13 +135,9 @@ class Outbox:
         *,
         goes_first: bool = False,
     ) -> None:
-        """Queue messages behind those that the lane holds.
+        """Queue messages behind those that the lane holds, or with `goes_first` before all that do not.
 
-        Args:
-            lane: The lane.
-            messages: A source, which is read when its turn comes.
-            on_error: Called with the reason if the source fails. Default: nothing.
-            goes_first: Whether they go before all that do not. Default: False.
+        The source is read when its turn comes. If it fails, `on_error` is called with the reason.
         """
         lanes = self._first if goes_first else self._lanes
         lanes.setdefault(lane, deque()).append((iter(messages), on_error))
@@ -119,7 +149,6 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if nothing waits."""
         return not (self._urgent or self._first or self._lanes)
 
     def flush(self, send: Callable[[list[Part]], None]) -> None:
@@ -154,6 +183,81 @@ class Outbox:
         return None
 
 
+# ------------------------------------------------------------------ blobs
+PART_BYTES = 1 << 18
+"""Of a blob in one message. ZeroMQ takes a connection that brings no whole message for 4 s for dead."""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    draft: Draft
+    offsets: set[int] = field(default_factory=set)
+    """Of the parts that have arrived: one may come twice, if two launches send the same data."""
+    received: int = 0
+
+
+class BlobStore:
+    """Immutable files that another machine has sent, in this machine's memory: the parcels of tasks and results.
+
+    Used from one thread.
+    """
+
+    def __init__(self) -> None:
+        self._arriving: dict[str, _Arriving] = {}
+        self._complete: dict[str, int] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._complete
+
+    def add(self, part: BlobPart, data: Part) -> bool:
+        """Add a part; return True if its blob is complete."""
+        if part.key in self._complete:
+            return False
+        if part.key not in self._arriving:
+            self._arriving[part.key] = _Arriving(segments.create_file(part.size))
+        blob = self._arriving[part.key]
+        if part.offset in blob.offsets:
+            return False
+        written = os.pwrite(blob.draft.fd, data, part.offset)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, "there is no room for what the notebook sends")
+        blob.offsets.add(part.offset)
+        blob.received += written
+        if blob.received < part.size:
+            return False
+        del self._arriving[part.key]
+        self._complete[part.key] = blob.draft.seal()
+        return True
+
+    def descriptor(self, key: str) -> int:
+        """Return the descriptor of a complete blob, which stays the store's."""
+        return self._complete[key]
+
+    def take(self, key: str) -> int:
+        return self._complete.pop(key)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if key in self._complete:
+                os.close(self._complete.pop(key))
+            if key in self._arriving:
+                self._arriving.pop(key).draft.close()
+
+    def drop_of(self, prefix: str) -> None:
+        """Forget the blobs whose keys begin so."""
+        self.drop([key for key in (*self._complete, *self._arriving) if key.startswith(prefix)])
+
+    def close(self) -> None:
+        self.drop([*self._complete, *self._arriving])
+
+
+def parts_of(fd: int, key: str, size: int) -> Iterator[tuple[BlobPart, Sequence[Part]]]:
+    """Yield the parts of a file, read one at a time."""
+    for offset in range(0, size, PART_BYTES) or (0,):
+        yield BlobPart(key, offset, size), [os.pread(fd, min(PART_BYTES, size - offset), offset)]
+
+
+# ------------------------------------------------------------------ the kernel's end
 @dataclass(slots=True)
 class Peer:
     """One agent that has joined."""
@@ -169,16 +273,9 @@ class Peer:
 class Link:
     """The kernel's end: a socket that a thread serves, and that listens as long as this object lives. Thread-safe.
 
-    Args:
-        address: The address to listen on.
-        on_join: Called with a new agent, its versions, and what loads its message, which only the same release can.
-            In the thread of the link, as the others.
-        on_message: Called with each message of an agent that has joined, and the bytes beside it.
-        on_lost: Called once if the connection to an agent has ended, with the reason.
-        proof: See `Boot`.
-
-    Raises:
-        StartError: The address cannot be listened on.
+    In that thread, `on_join` is called with a new agent, its versions, and what loads its message, which only the same
+    release can; `on_message` with each message, and the bytes beside it; `on_lost` with the reason, once an agent's
+    connection has ended. StartError: the address cannot be listened on.
     """
 
     def __init__(
@@ -199,8 +296,7 @@ class Link:
         public, secret = zmq.curve_keypair()
         self._client_public, self._client_secret = zmq.curve_keypair()
         self._context = zmq.Context()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_write.setblocking(False)
+        self._wake = Wake()
         try:
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks about each connection, before any message
@@ -224,14 +320,13 @@ class Link:
         made.setsockopt(zmq.CURVE_PUBLICKEY, public)
         made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so if an agent takes no more
         made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        made.setsockopt(zmq.HANDSHAKE_IVL, int(timeouts.LINK_CONNECT_TIMEOUT_S * 1000))
+        made.setsockopt(zmq.HANDSHAKE_IVL, int(LINK_CONNECT_TIMEOUT_S * 1000))
         configure(made)
         made.bind(f"tcp://{address}:0")
         return made
 
     # -------------------------------------------------------------- sending, from any thread
     def send(self, peer: Peer, message: object) -> None:
-        """Send an urgent message."""
         parts = encoded(message)  # here, where an error reaches the caller
         self.act(lambda: peer.outbox.put_encoded(parts))
 
@@ -246,12 +341,8 @@ class Link:
         self.act(lambda: peer.outbox.put_in(lane, messages, on_error))
 
     def act(self, act: Callable[[], None]) -> None:
-        """Do something in the thread of the link."""
         self._requests.append(act)
-        try:
-            self._wake_write.send(b"!")
-        except OSError:
-            return  # full of wakeups, or closed
+        self._wake.set()
 
     def close(self) -> None:
         """End every connection, so that the agents exit, and stop listening. Idempotent."""
@@ -265,18 +356,17 @@ class Link:
     # -------------------------------------------------------------- the thread
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._zap, self._monitor, self._wake_read):
+        for source in (self._socket, self._zap, self._monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._is_closing:
                 waits = any(not peer.outbox.is_empty for peer in self._peers.values())
-                ready = dict(poller.poll(int(timeouts.LINK_RETRY_S * 1000) if waits else None))
+                ready = dict(poller.poll(int(LINK_RETRY_S * 1000) if waits else None))
                 if self._zap in ready:
                     self._authenticate()
                 while self._monitor.poll(0):
                     self._gone.append(recv_monitor_message(self._monitor)["value"])
-                if self._wake_read.fileno() in ready:
-                    self._wake_read.recv(4096)
+                self._wake.clear()
                 while self._requests:
                     self._requests.popleft()()
                 if self._receive():
@@ -291,8 +381,7 @@ class Link:
                 self._on_lost(peer, "its nodes were released" if self._is_closing else "the link to it has failed")
             self._socket.disable_monitor()  # while its other end is open: libzmq would wait to tell it of the end
             self._context.destroy(linger=0)
-            self._wake_read.close()
-            self._wake_write.close()
+            self._wake.close()
 
     def _authenticate(self) -> None:
         """Answer libzmq's question about a connection, as in https://rfc.zeromq.org/spec/27."""
@@ -303,7 +392,7 @@ class Link:
 
     def _receive(self) -> bool:
         """Read what has arrived, for a while: what is to be sent waits meanwhile. Return True if that was all."""
-        until = time.monotonic() + timeouts.LINK_READ_S
+        until = time.monotonic() + LINK_READ_S
         while time.monotonic() < until:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -362,10 +451,7 @@ def credential(text: str) -> str:
 
 
 def is_own_credential(made: str, text: str) -> bool:
-    """Return True if a process of this user, on a machine of the cluster, has made a credential with this text.
-
-    A second look at the same credential returns False.
-    """
+    """Return True if a process of this user has made a credential with this text. A second look returns False."""
     said = _program(["unmunge", "--numeric"], made)
     if said is None:
         return False

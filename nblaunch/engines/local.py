@@ -1,56 +1,95 @@
-"""This machine as an engine: ranks of a fork server, fresh interpreters, or forks of the kernel."""
+"""This machine as an engine: ranks of a fork server, fresh interpreters, or forks of the kernel.
+
+A reaper starts and signals the ranks of a group, because it knows which pids are still its children. Each rank has a
+channel to the kernel, which waits for all events with one selector.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib
+import logging
 import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+import tempfile
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
-from nblaunch.engines import kernel_fork
-from nblaunch.engines.fork_servers import Where, servers
-from nblaunch.engines.local_workers import LocalWorkers
-from nblaunch.engines.protocol import Order, Wakeup
-from nblaunch.errors import ArgumentError
-from nblaunch.machine.inventory import Machine, this_machine, this_process
-from nblaunch.wire.messages import Method
+from nblaunch.engines.fork_servers import Reaper, Where, servers
+from nblaunch.engines.protocol import (
+    Descriptors,
+    Event,
+    Lost,
+    LostDescriptors,
+    Received,
+    Sampler,
+    Store,
+    Stream,
+    Wakeup,
+)
+from nblaunch.engines.rank_files import LogFile, OutputFile, StackFile
+from nblaunch.errors import StartError, warn
+from nblaunch.machine import named_resources, timeouts
+from nblaunch.machine.inventory import LOOPBACK, Machine, has_used_cuda, this_machine, this_process
+from nblaunch.machine.limits import refused_threads, remedy
+from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
+from nblaunch.wire.display_records import SUFFIXES
+from nblaunch.wire.launch_files import output_file, rank_file
+from nblaunch.wire.messages import (
+    EndGroup,
+    Free,
+    Interrupt,
+    Method,
+    NotStarted,
+    Order,
+    Payload,
+    RankExited,
+    RankSpec,
+    RankStarted,
+    ReaperStarted,
+    SendSignal,
+    StartRank,
+    Swept,
+    Task,
+)
+from nblaunch.wire.tables import Begun, CollectiveTable, Dropped, DropTable
+
+_log = logging.getLogger(__name__)
+_OWN_THREADS = 6
+"""Of this process: the rendezvous', the panel's, the cache's, pyzmq's, and two to spare. If the first is refused, torch
+aborts the process."""
+_RANK_THREADS = 6
+"""Of a rank that has joined its group, its own included."""
+_REAPER_READ_TIMEOUT_S = 10.0
+"""For the reaper to read what it was sent before."""
+_RENDEZVOUS_TIMEOUT_S = 300.0
+"""For an operation on a group's TCPStore."""
 
 
 class LocalEngine:
-    """An `engines.protocol.Engine`.
+    """An `engines.protocol.Engine`. `platform` decides which start methods are safe."""
 
-    Args:
-        platform: Decides which start methods are safe. Default: this machine's.
-    """
-
-    start_methods = ("auto", "forkserver", "spawn", "fork")
+    is_local = True
 
     def __init__(self, platform: str = sys.platform) -> None:
         self._is_linux = platform == "linux"
-
-    is_local = True
+        self.start_methods = ("auto", "forkserver", "spawn", "fork") if self._is_linux else ("auto", "spawn", "fork")
 
     def machines(
         self, show: Callable[[str], None] = lambda text: None, give_up: Callable[[], bool] = lambda: False
     ) -> Sequence[Machine]:
-        """Return this machine, at once."""
         return [this_machine()]
-
-    # -------------------------------------------------------------- start methods
-    def resolve(self, method: str) -> Method:
-        """Return ``forkserver`` for ``auto`` on Linux, ``spawn`` elsewhere."""
-        if method == "forkserver" and not self._is_linux:
-            raise ArgumentError("start_method='forkserver': fork is safe on Linux only; use start_method='spawn'")
-        if method == "auto":
-            return "forkserver" if self._is_linux else "spawn"
-        return cast("Method", method)
-
-    def check_kept(self, method: str) -> None:
-        """Refuse forks of the kernel: they have its memory as it was then."""
-        if method == "fork":
-            raise ArgumentError(
-                "start_method='fork': a session's ranks are not forks of the notebook; use 'forkserver' or 'spawn'"
-            )
 
     def usable(
         self,
@@ -59,50 +98,494 @@ class LocalEngine:
         named: Sequence[str],
         cuda_cell: Callable[[], str],
         show: Callable[[str], None] = lambda text: None,
-    ) -> Method:
-        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks."""
+    ) -> str:
+        """Return ``forkserver`` for ``auto`` on Linux, else ``spawn``; with a warning if the server cannot fork."""
+        if method == "auto":
+            method = "forkserver" if self._is_linux else "spawn"
         if method == "fork":
-            kernel_fork.check_fork(cuda_cell())
+            check_fork(cuda_cell())
         return servers.usable(cast("Method", method), Where(env, os.sep, named), show)
 
     def shares_memory(self, method: str) -> bool:
-        """Return True for a fork of the kernel."""
         return method == "fork"
 
-    # -------------------------------------------------------------- starting
     def place(self, order: Order, wakeup: Wakeup) -> LocalWorkers:
         """Ask for a reaper, without waiting for it."""
         if order.method == "fork":
             assert order.payload is not None
-            reaper = kernel_fork.fork_kernel(order.payload)
+            reaper = fork_kernel(order.payload)
         else:
             where = Where(order.envs[0], order.process.cwd, order.named)
             reaper = servers.reaper(cast("Method", order.method), where)
         return LocalWorkers(order, reaper, wakeup)
 
-    def prepare_next(self) -> None:
-        """Build the fork server that the next launch can use."""
-        servers.build_soon()
-
-    # -------------------------------------------------------------- between launches
     def warm_up(self) -> None:
-        """Start the fork server, on Linux."""
+        """Start the fork server in the background.
+
+        Raises:
+            StartError: The system refuses.
+        """
         if self._is_linux:
             servers.warm_up()
 
     def refresh(self) -> None:
-        """Replace a fork server that is out of date."""
+        """Replace a fork server that is out of date. Called after each cell.
+
+        Raises:
+            StartError: The system refuses; the next launch tries again.
+        """
         servers.refresh()
 
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
-        """Build a fork server that has imported these modules."""
         where = None if env is None else Where(env, this_process().cwd, named)
         servers.preload(modules, where, again=where is not None)
 
     def status(self) -> list[str]:
-        """Return lines about the fork servers."""
         return servers.status()
 
     def stop(self) -> None:
         """Kill every fork server."""
         servers.stop()
+
+
+# ------------------------------------------------------------------ start_method="fork"
+_fork_lock = threading.Lock()
+"""``catch_warnings`` is not thread-safe: two at a time may restore the wrong filters."""
+
+
+def check_fork(cuda_cell: str) -> None:
+    """Refuse a fork of the kernel if CUDA is initialized, by the cell that is named; else warn about its risks."""
+    if has_used_cuda():
+        started = f", started by {cuda_cell}," if cuda_cell else ""
+        raise StartError(
+            f"start_method='fork': CUDA runs in the notebook{started} and does not work after a fork: "
+            "use start_method='auto'"
+        )
+    warn(
+        "start_method='fork' copies a process with threads: ranks hang if a lock is held, or if OpenMP has run in the "
+        "notebook. start_method='auto' is as fast and safe"
+    )
+
+
+def fork_kernel(payload: Payload) -> Reaper:
+    """Fork a reaper from the kernel. Its ranks share the notebook's memory, copy-on-write.
+
+    Import before the fork: another thread may hold an import lock, which the child would never see released.
+    """
+    from nblaunch.ranks import reaper, worker
+
+    if "IPython" in sys.modules:
+        importlib.import_module("nblaunch.ranks.rank_shell")
+
+    named_resources.tracker()  # the ranks inherit it
+    here, there = channel_pair()
+    kernel = os.getpid()
+    with _fork_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # duplicates our own warning
+        pid = os.fork()
+    if pid == 0:
+        try:
+            reaper.run(there, [kernel], worker.forked_with(payload))
+        finally:
+            os._exit(1)
+    there.close()
+    return Reaper(here, pid)
+
+
+# ------------------------------------------------------------------ the rendezvous
+def serve_store(world_size: int, address: str = LOOPBACK) -> tuple[Store, object]:
+    """Serve a TCPStore; return its address, and what serves it until it is deleted, after the ranks have exited.
+
+    torch's TCPStore listens on every interface, whatever MASTER_ADDR says, and a port that is chosen before it is bound
+    can be taken meanwhile. So the address and a free port are bound here, and the store gets the listening socket.
+
+    Loopback keeps other machines out, but not other users of this one. torch offers no way to: its client takes only a
+    host and a port, which rules out a Unix socket, and its server has no authentication. Closing the listener once all
+    ranks are connected would break ``Store.clone``. gloo would stay open in any case: it accepts the first connection
+    that sends the number of a pair, a small integer.
+    """
+    from torch.distributed import TCPStore
+
+    with socket.socket(socket.AF_INET) as listener:
+        listener.bind((address, 0))
+        listener.listen(max(128, 4 * world_size))
+        port: int = listener.getsockname()[1]
+        return Store(address, port), TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=_RENDEZVOUS_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),  # the store closes it, perhaps before an interrupt is raised
+            use_libuv=True,
+        )
+
+
+# ------------------------------------------------------------------ one rank
+class LocalWorker:
+    """The kernel's end of one rank of this machine, an `engines.protocol.Worker`: its channel and its files."""
+
+    def __init__(
+        self,
+        rank: int,
+        channel: Channel,
+        log_dir: Path,
+        reaper: Callable[[object], None],
+        drops: DropTable | None,
+        collectives: CollectiveTable | None,
+        is_kept: bool,
+    ) -> None:
+        self.rank = rank
+        self.channel = channel
+        self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
+        self.pid = 0
+        """0 before the rank has started."""
+        self.has_exited = self.is_shut = False
+        self.log_dir = log_dir
+        """Where its present task writes."""
+        self._reaper, self._is_kept = reaper, is_kept
+        self._drops, self._collectives = drops, collectives
+
+    @property
+    def is_open(self) -> bool:
+        return not self.channel.closed
+
+    def interrupt(self, task: int) -> None:
+        """Ask the rank's reading thread; a rank that has only one task is sent the signal as well."""
+        self.tell(Interrupt(task))
+        if not self._is_kept:
+            self.signal(signal.SIGINT)
+
+    def free(self, task: int) -> None:
+        self.tell(Free(task))
+
+    def tell(self, message: object) -> None:
+        """Send a message to the reading thread."""
+        if not self.is_shut:
+            with contextlib.suppress(OSError):  # already exited; RankExited will report it
+                self.channel.send(message)
+
+    def turn_to(self, log_dir: str) -> None:
+        """Follow another task's files."""
+        self.log_dir = Path(log_dir)
+        if self._drops is not None:
+            self._drops.clear(self.rank)
+
+    def shut(self) -> None:
+        """Send no more messages: the rank reads EOF."""
+        self.is_shut = True
+        with contextlib.suppress(OSError):  # already exited
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        self._reaper(SendSignal(self.rank, signum, group))
+
+    def log(self, stream: Stream) -> LogFile:
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> OutputFile:
+        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+
+    def dropped(self) -> Dropped:
+        return self._drops.read(self.rank) if self._drops is not None else Dropped()
+
+    def collectives(self) -> Sequence[Begun]:
+        return self._collectives.read(self.rank) if self._collectives is not None else ()
+
+
+# ------------------------------------------------------------------ the ranks of a group
+class LocalWorkers:
+    """The ranks of one group, an `engines.protocol.Workers`. Their reaper may not have answered yet."""
+
+    heard_at = 0.0
+    notes: Sequence[str] = ()
+
+    def __init__(self, order: Order, reaper: Reaper, wakeup: Wakeup) -> None:
+        self.has_begun = False
+        self.is_kept = order.is_kept
+        self.drops: DropTable | None = None
+        self.collectives: CollectiveTable | None = None
+        self._order, self._reaper, self._wakeup = order, reaper, wakeup
+        self._control = reaper.channel
+        self._reaper_pidfd: int | None = None
+        self._ranks = order.ranks[0]
+        self._workers: dict[int, LocalWorker] = {}
+        self._taskless: deque[LocalWorker] = deque()
+        """Ranks whose task is posted and not sent."""
+        self._is_dismissed = False
+        self._events: deque[Event] = deque()
+        self._has_ended = False
+        """`Swept` or `Lost` was reported."""
+        self._opened = contextlib.ExitStack()
+        self._store: object | None = None
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `wait` has something to return; for an agent, which polls."""
+        return self._selector.fileno()
+
+    # -------------------------------------------------------------- starting
+    def open_store(self, give_up: Callable[[], bool] = lambda: False, address: str = LOOPBACK) -> Store:
+        """Serve the store on an address of this machine, at once."""
+        if refused := refused_threads(_OWN_THREADS + _RANK_THREADS * len(self._ranks)):
+            raise StartError(f"the ranks could not be started: {refused}")
+        try:
+            store, self._store = serve_store(self._order.world_size, address)
+            return store
+        except OSError as error:
+            raise StartError(f"cannot serve the rendezvous of the ranks: {error}{remedy(error)}") from error
+
+    def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[LocalWorker]:
+        try:
+            self._selector = self._opened.enter_context(selectors.DefaultSelector())
+            name = f"nbl-{secrets.token_urlsafe(8)}"  # short: paths of sockets are limited
+            self._scratch = os.path.join(tempfile.gettempdir(), name)
+            self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)  # first: an interrupt may follow
+            self._opened.callback(named_resources.remove_created, self._scratch)  # before that: the reaper may be dead
+            os.mkdir(self._scratch, 0o700)
+        except OSError as error:
+            hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
+            raise StartError(f"cannot create temporary files for the ranks: {error}{hint}") from error
+        try:
+            self.drops = DropTable(self._scratch, self._order.world_size)
+        except OSError as error:
+            _log.warning("nblaunch: output that ranks cannot write will not be counted: %s", error)
+        try:
+            self.collectives = CollectiveTable(self._scratch, self._order.world_size)
+        except OSError as error:
+            _log.warning("nblaunch: nothing will explain why ranks wait in a collective: %s", error)
+        self._watch(self._control, self._read_control)
+        self._watch(self._wakeup, self._wakeup.clear)
+        try:
+            for rank in self._ranks:
+                self._start(rank, environment(rank))
+        except OSError as error:  # out of descriptors, or the reaper does not read
+            raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
+        return list(self._workers.values())
+
+    def restart(self, rank: int, environment: Mapping[str, str]) -> LocalWorker:
+        old = self._workers[rank]
+        if self.collectives is not None:
+            self.collectives.clear(rank)
+        self._unwatch(old.channel)
+        old.channel.close()
+        rank_file(self._order.log_dir, rank, "stacks").unlink(missing_ok=True)  # until the new process can answer
+        try:
+            return self._start(rank, environment)
+        except OSError as error:
+            raise StartError(f"rank {rank} could not be started: {error}{remedy(error)}") from error
+
+    def listen_to(self, wakeup: Wakeup) -> None:
+        self._unwatch(self._wakeup)
+        self._wakeup = wakeup
+        self._watch(wakeup, wakeup.clear)
+
+    def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
+        channel, there = channel_pair()
+        tables = self.drops, self.collectives
+        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.send_to_reaper, *tables, self.is_kept)
+        self._workers[rank] = worker
+        spec = self._spec(rank, env)
+        with there:
+            self.send_to_reaper(StartRank(spec), [there.fileno()])
+        if spec.method == "spawn":  # a fresh interpreter does not inherit it from the reaper
+            with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
+                channel.send(StartRank(spec))
+        self._watch(channel, partial(self._read_rank, worker))
+        return worker
+
+    def _spec(self, rank: int, env: Mapping[str, str]) -> RankSpec:
+        order = self._order
+        error_file = str(rank_file(order.log_dir, rank, "error.json"))
+        return RankSpec(
+            rank=rank,
+            local_rank=rank - self._ranks.start,
+            world_size=order.world_size,
+            local_world_size=len(self._ranks),
+            method=cast("Method", order.method),
+            env={**env, "TORCHELASTIC_ERROR_FILE": error_file},  # where torch's ``@record`` writes an exception
+            process=order.process,
+            log_dir=order.log_dir,
+            scratch=self._scratch,
+            is_kept=order.is_kept,
+        )
+
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
+        """Send all tasks at once, unless too many descriptors are in flight: then `wait` sends the rest."""
+        for worker, task in zip(self._workers.values(), tasks, strict=True):
+            if worker.has_exited:
+                continue
+            if task.log_dir:
+                worker.turn_to(task.log_dir)
+            worker.channel.post(task, parcel)
+            self._taskless.append(worker)
+        try:
+            self._hand_out()
+        except OSError as error:
+            raise StartError(f"the task could not be sent to the ranks: {error}{remedy(error)}") from error
+
+    def _hand_out(self) -> None:
+        while self._taskless and self.has_begun:  # the reaper's own descriptor must come through first
+            worker = self._taskless[0]
+            with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
+                if not worker.channel.flush():
+                    return
+            if self._is_dismissed:
+                worker.shut()
+            self._taskless.popleft()
+
+    def let_go(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._workers[rank].shut()
+
+    def dismiss(self) -> None:
+        self._is_dismissed = True
+        for worker in self._workers.values():
+            if worker not in self._taskless:
+                worker.shut()
+        if self.is_kept:
+            self.send_to_reaper(EndGroup())
+
+    def send_to_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send a message to the reaper. Read its messages first: it reads nothing while its own buffer is full."""
+        while not self._control.closed and must_be_read(self._control, _REAPER_READ_TIMEOUT_S):
+            self._read_control()
+        with contextlib.suppress(ConnectionError):  # already exited; `Lost` reports it
+            self._control.send(message, fds)
+
+    # -------------------------------------------------------------- events
+    def wait(self, seconds: float) -> Iterable[Event]:
+        for key, _ in self._selector.select(0.0 if self._events else seconds):
+            key.data()
+        self._hand_out()
+        return self._take_events()
+
+    def drain(self) -> Iterable[Event]:
+        for worker in self._workers.values():
+            self._read_rest(worker)
+        return self._take_events()
+
+    def _take_events(self) -> Iterable[Event]:
+        while self._events:
+            yield self._events.popleft()
+
+    def _watch(self, source: Any, react: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, react)
+
+    def _unwatch(self, source: Any) -> None:
+        if source in self._selector.get_map():
+            self._selector.unregister(source)
+
+    def _read_control(self) -> None:
+        self._control.poll()
+        try:
+            for message, fds in self._control.drain():
+                self._take_from_reaper(message, fds)
+        except LostDescriptorsError as error:  # without the reaper's pidfd, its death would go unnoticed
+            raise StartError(f"the ranks could not be started: {error}") from error
+        if self._control.closed:
+            self._reaper_ended()
+
+    def _take_from_reaper(self, message: object, fds: list[int]) -> None:
+        if isinstance(message, ReaperStarted):
+            self.has_begun = True
+            if fds:
+                self._reaper_pidfd = fds[0]
+                self._watch(fds[0], self._reaper_ended)
+        elif isinstance(message, NotStarted):
+            if message.rank >= 0:
+                self._workers[message.rank].has_exited = True
+            self._events.append(message)
+        elif isinstance(message, RankStarted):
+            self._workers[message.rank].pid = message.pid
+            self._events.append(message)
+        elif isinstance(message, RankExited):
+            worker = self._workers[message.rank]
+            self._read_rest(worker)
+            if not worker.has_exited:
+                worker.has_exited = True
+                self._events.append(message)
+        elif isinstance(message, Swept):
+            self._end(message)
+
+    def _reaper_ended(self) -> None:
+        """Handle the reaper's exit. The channel may still hold messages."""
+        if self._reaper_pidfd is not None:
+            self._unwatch(self._reaper_pidfd)
+            os.close(self._reaper_pidfd)
+            self._reaper_pidfd = None
+            self._read_control()
+        self._unwatch(self._control)
+        self._end(Lost())
+
+    def _end(self, event: Swept | Lost) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._events.append(event)
+
+    def _read_rank(self, worker: LocalWorker) -> None:
+        worker.channel.poll()
+        try:
+            for message, fds in worker.channel.drain():
+                self._events.append(Received(worker.rank, message, Descriptors(fds)))
+        except LostDescriptorsError as error:
+            self._events.append(LostDescriptors(worker.rank, error.message, error))
+        if worker.channel.closed:
+            self._unwatch(worker.channel)
+
+    def _read_rest(self, worker: LocalWorker) -> None:
+        while not worker.channel.closed and readable(worker.channel):
+            self._read_rank(worker)
+
+    def sampler(self, device: str, env: Mapping[str, str]) -> Sampler:
+        from nblaunch.machine import usage  # without a panel, psutil is not needed
+
+        return usage.Sampler(lambda rank: self._workers[rank].pid, device, env, self._ranks.start)
+
+    # -------------------------------------------------------------- trouble, and the end
+    def nudge(self) -> str | None:
+        """Kill a fork of the kernel, which may be deadlocked; wake a fork server, which is only slow."""
+        server = self._reaper.server
+        if server is None:
+            self.abandon()
+            return None
+        server.wake()
+        return (
+            f"the fork server (pid {server.process.pid}) has not answered for {timeouts.GROUP_BEGIN_TIMEOUT_S:.0f} s: "
+            "waiting (is the machine short of memory?)"
+        )
+
+    def forsake(self) -> bool:
+        """Replace a fork server that died before it forked the reaper."""
+        if self._reaper.server is not None:
+            servers.give_up(self._reaper.server)
+        return self._reaper.server is not None
+
+    def abandon(self) -> None:
+        """Kill the reaper: its ranks die with it."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._reaper_pidfd is not None:
+                signal.pidfd_send_signal(self._reaper_pidfd, signal.SIGKILL)
+            elif self._reaper.child is not None:
+                os.kill(self._reaper.child, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close the channels. A reaper that still runs then kills its ranks."""
+        for event in self._take_events():
+            if isinstance(event, Received):
+                event.parcel.close()
+        for table in (self.drops, self.collectives):
+            if table is not None:
+                table.close()
+        for worker in self._workers.values():
+            worker.channel.close()
+        self._control.close()
+        if self._reaper_pidfd is not None:
+            os.close(self._reaper_pidfd)
+            self._reaper_pidfd = None
+        if self._reaper.child is not None:
+            with contextlib.suppress(ChildProcessError):  # user code has collected it
+                os.waitpid(self._reaper.child, 0)
+        self._opened.close()  # late: ranks may still use the scratch directory
+        self._store = None
+        servers.build_soon()  # for the next launch

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nblaunch.engines.nodes import Nodes, NodeWorkers
-from nblaunch.engines.protocol import GivenUpError, Order, Wakeup
+from nblaunch.engines.protocol import GivenUpError, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, address_towards, checked_address
 from nblaunch.wire.link_messages import Boot, Preload, Proof
+from nblaunch.wire.messages import Order
+
+NODES_START_TIMEOUT_S = 120.0
+"""For the agents of a set of nodes to join, once the nodes are there: they import torch."""
 
 
 class Starter(Protocol):
@@ -44,8 +48,7 @@ class Starter(Protocol):
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         """Return the addresses or names of the nodes, as far as they are known: the kernel must be reached from them.
 
-        Args:
-            check: Called now and then if it takes long; what it raises ends the wait.
+        `check` is called now and then if it takes long; what it raises ends the wait.
 
         Raises:
             StartError: It cannot be used.
@@ -69,11 +72,7 @@ class Starter(Protocol):
 
 
 class NodeEngine:
-    """An `engines.protocol.Engine`; see the module.
-
-    Args:
-        starter: Starts the agents.
-    """
+    """An `engines.protocol.Engine`; see the module."""
 
     is_local = False
     start_methods = ("auto", "forkserver", "spawn")
@@ -88,13 +87,11 @@ class NodeEngine:
 
     @property
     def size(self) -> int:
-        """The number of nodes that are held now."""
         return 0 if self._nodes is None else len(self._nodes.joined)
 
     @property
     def is_busy(self) -> bool:
-        """Return True if a launch or session uses the nodes."""
-        return self._nodes is not None and self._nodes.has_groups
+        return self._nodes is not None and bool(self._nodes.groups)
 
     # -------------------------------------------------------------- the nodes
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
@@ -115,7 +112,7 @@ class NodeEngine:
         try:
             check()
             if self._nodes is not None and not self._nodes.is_whole:
-                if self._nodes.has_groups:
+                if self._nodes.groups:
                     raise StartError(f"{self._lost()}; launches or sessions still run on the others: end them first")
                 self._release()
             if self._nodes is None:
@@ -130,8 +127,8 @@ class NodeEngine:
             address = address_for(self._starter.addresses(check))
             check()
             nodes = self._nodes = Nodes(address, self._starter.count, self._starter.proof)
-            self._starter.start(nodes.boot)
-            deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
+            self._starter.start(nodes.link.boot)
+            deadline = time.monotonic() + NODES_START_TIMEOUT_S
             said = ""
 
             def problem() -> str:
@@ -143,7 +140,7 @@ class NodeEngine:
                 check()
                 state = self._starter.state()
                 if state:
-                    deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
+                    deadline = time.monotonic() + NODES_START_TIMEOUT_S
                 else:
                     many = "1 node" if nodes.count == 1 else f"{nodes.count} nodes"
                     state = f"{self._starter.name}: starting agents on {many}"
@@ -161,7 +158,7 @@ class NodeEngine:
         joined = ", ".join(node.machine.name for node in nodes.joined) or "none"
         return (
             f"{self._starter.name}: {len(nodes.joined)} of {nodes.count} nodes have answered within "
-            f"{timeouts.NODES_START_TIMEOUT_S:.0f} s ({joined}). Can they reach {nodes.boot.endpoint}? "
+            f"{NODES_START_TIMEOUT_S:.0f} s ({joined}). Can they reach {nodes.link.boot.endpoint}? "
             "NBLAUNCH_ADDRESS chooses another address of this machine"
         )
 
@@ -177,14 +174,6 @@ class NodeEngine:
         finally:
             self._starter.stop()
 
-    # -------------------------------------------------------------- start methods
-    def resolve(self, method: str) -> str:
-        """Return ``forkserver`` for ``auto``."""
-        return "forkserver" if method == "auto" else method
-
-    def check_kept(self, method: str) -> None:
-        """Ranks of every method can stay."""
-
     def usable(
         self,
         method: str,
@@ -196,35 +185,23 @@ class NodeEngine:
         """Return the method: each agent chooses a substitute itself."""
         return method
 
+    # -------------------------------------------------------------- starting
     def shares_memory(self, method: str) -> bool:
-        """Return False."""
         return False
 
-    # -------------------------------------------------------------- starting
     def place(self, order: Order, wakeup: Wakeup) -> NodeWorkers:
-        """Ask the agents for what starts the ranks."""
         nodes = self._nodes
         if nodes is None or not nodes.is_whole:
             raise StartError(f"{self._starter.name}: the nodes are gone; the next launch starts new agents")
         return NodeWorkers(nodes, order, wakeup)
 
-    def prepare_next(self) -> None:
-        """Agents prepare themselves."""
-
-    def warm_up(self) -> None:
-        """Nodes are not held before they are asked for."""
-
-    def refresh(self) -> None:
-        """Agents have their own environment."""
-
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
         """Let the agents do it, each in the environment that ranks had there."""
         if (nodes := self._nodes) is not None:
             for node in nodes.joined:
-                nodes.send(node, Preload(modules))
+                nodes.link.send(node.peer, Preload(modules))
 
     def status(self) -> list[str]:
-        """Return a line about the nodes."""
         nodes = self._nodes
         if nodes is None:
             return []
@@ -244,12 +221,7 @@ class NodeEngine:
 
 
 class FirstNodes:
-    """An engine of the first nodes that another one holds; the other does all but count them.
-
-    Args:
-        engine: The other.
-        count: The number of nodes.
-    """
+    """An engine of the first nodes that another one holds; the other does all but count them."""
 
     def __init__(self, engine: NodeEngine, count: int) -> None:
         self._engine, self._count = engine, count
@@ -275,11 +247,7 @@ def changed_variables() -> dict[str, str]:
 def address_for(nodes: Iterable[str]) -> str:
     """Return the address of this machine that reaches the nodes: ``NBLAUNCH_ADDRESS``, else the usual route's.
 
-    Args:
-        nodes: The nodes' addresses or names.
-
-    Raises:
-        StartError: A name does not resolve, or there is no route.
+    StartError: a name does not resolve, or there is no route.
     """
     chosen = os.environ.get("NBLAUNCH_ADDRESS")
     if chosen:

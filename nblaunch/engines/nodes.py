@@ -23,26 +23,33 @@ import os
 import re
 import selectors
 import signal
-import socket
 import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from nblaunch.engines.agent_files import is_rank_file
-from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.link import Link, Message, Peer, difference, versions_here
+from nblaunch.engines.link import (
+    LINK_BEAT_S,
+    LINK_SILENCE_S,
+    BlobStore,
+    Link,
+    Message,
+    Peer,
+    Wake,
+    difference,
+    parts_of,
+    versions_here,
+)
 from nblaunch.engines.protocol import (
     Descriptors,
     Event,
     GivenUpError,
     LostDescriptors,
     NodeLeaving,
-    Order,
     Received,
     Store,
     Stream,
@@ -57,10 +64,8 @@ from nblaunch.machine.usage import Usage
 from nblaunch.wire.display_records import SUFFIXES
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import (
-    AskStacks,
     Blob,
     BlobPart,
-    Boot,
     Call,
     Closed,
     Drop,
@@ -70,25 +75,20 @@ from nblaunch.wire.link_messages import (
     FromRank,
     Joined,
     Leaving,
-    Measure,
     NeedFiles,
     Observed,
     Part,
     Place,
     Placed,
-    Preload,
     Proof,
     Release,
-    Restart,
-    SendTasks,
     Stacks,
-    Start,
     ToGroup,
     Versions,
     Written,
     in_other_clock,
 )
-from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept, Task, ToDebugger
+from nblaunch.wire.messages import NotStarted, Order, RankExited, RankStarted, Swept, Task, ToDebugger
 from nblaunch.wire.tables import Begun, Dropped
 
 _log = logging.getLogger(__name__)
@@ -100,12 +100,12 @@ MIN_KEPT_BYTES = 1 << 16
 MAX_NAMED_NODES = 8
 """In the note on where ranks run."""
 _APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+PLACED_TIMEOUT_S = 130.0
+"""For an agent to get the processes that start ranks: its fork server may have to start first."""
 
 
 @dataclass(slots=True)
 class Node:
-    """One node, whose agent has joined."""
-
     index: int
     peer: Peer
     machine: Machine
@@ -124,51 +124,37 @@ class Node:
 
     @property
     def problem(self) -> str:
-        """Why no other group may use it; empty if one may."""
         return self.lost or self.leaving
 
 
 class Nodes:
-    """See the module. Thread-safe.
-
-    Args:
-        address: The address to listen on.
-        count: The number of nodes.
-        proof: See `Boot`.
-
-    Attributes:
-        boot: What an agent must be given to join.
-        problems: Why agents were refused, by node.
-    """
+    """See the module. Thread-safe. Listens on an address for the agents of `count` nodes."""
 
     def __init__(self, address: str, count: int, proof: Proof = "") -> None:
         self.count = count
-        self.problems: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
+        """Why agents were refused, by node."""
         self._joined: list[Node] = []
         self._by_peer: dict[bytes, Node] = {}
-        self._groups: dict[str, NodeWorkers] = {}
+        self.groups: dict[str, NodeWorkers] = {}
+        """The groups that have their ranks here, by their names in messages."""
         self._blobs = BlobStore()
         self._changed = threading.Condition()
-        self._link = Link(address, self._join, self._take, self._lose, proof)
-        self.boot: Boot = self._link.boot
+        self.link = Link(address, self._join, self._take, self._lose, proof)
 
     # -------------------------------------------------------------- joining
     def wait(self, problem_of: Callable[[], str], poll: Callable[[], None]) -> None:
         """Wait until every agent has joined.
 
-        Args:
-            problem_of: Returns why no agent will join any more; empty: they may.
-            poll: Called meanwhile, a few times a second; what it raises ends the wait.
-
-        Raises:
-            StartError: They will not, or a node cannot be used.
+        `problem_of` returns why no agent will join any more; empty: they may. `poll` is called meanwhile, and what it
+        raises ends the wait.
         """
         while True:
             problem = problem_of()  # and `poll`: without the lock, for which the thread of the link must not wait
             poll()
             with self._changed:
-                if self.problems:
-                    raise StartError("; ".join(self.problems.values()))
+                if self._problems:
+                    raise StartError("; ".join(self._problems.values()))
                 if len(self._joined) == self.count:
                     return
                 if problem:
@@ -177,13 +163,11 @@ class Nodes:
 
     @property
     def joined(self) -> list[Node]:
-        """The nodes that have joined, in their order."""
         with self._changed:
             return list(self._joined)
 
     @property
     def is_whole(self) -> bool:
-        """Return True if every node has joined, and none is lost or will be."""
         with self._changed:
             return len(self._joined) == self.count and not any(node.problem for node in self._joined)
 
@@ -191,7 +175,7 @@ class Nodes:
         problem = difference(versions, versions_here())
         with self._changed:
             if problem:
-                self.problems[versions.host] = f"{versions.host} {problem}"
+                self._problems[versions.host] = f"{versions.host} {problem}"
             else:
                 joined = load()
                 self._joined.append(Node(0, peer, joined.machine, joined.node))
@@ -202,33 +186,16 @@ class Nodes:
             self._changed.notify_all()
 
     # -------------------------------------------------------------- groups
-    def add(self, name: str, group: NodeWorkers) -> None:
-        """Pass on to a group what agents say of it."""
-        self._groups[name] = group
-
-    @property
-    def has_groups(self) -> bool:
-        """Return True if a group runs, or a session has its ranks here."""
-        return bool(self._groups)
-
     def remove(self, name: str) -> None:
-        """End that, and forget the results that it has not taken."""
-        self._groups.pop(name, None)
-        self._link.act(lambda: self._forget(name))
+        """Forget a group, and the results that it has not taken."""
+        self.groups.pop(name, None)
+        self.link.act(lambda: self._forget(name))
 
     def _forget(self, name: str) -> None:
         """Release what a group has held. In the thread of the link, as all that touches blobs."""
         self._blobs.drop_of(f"{name}:")
         for node in self._joined:
             node.pinned.pop(name, None)
-
-    def send(self, node: Node, message: ToGroup | Preload) -> None:
-        """Send an urgent message."""
-        self._link.send(node.peer, message)
-
-    def send_in(self, node: Node, lane: str, message: ToGroup) -> None:
-        """Send a message behind those that the lane holds."""
-        self._link.send_in(node.peer, lane, [(message, ())])
 
     def send_data(
         self,
@@ -238,23 +205,14 @@ class Nodes:
         build: Callable[[Sequence[Blob]], ToGroup],
         on_error: Callable[[str], None],
     ) -> None:
-        """Send a message with files, and only the files that the node does not have.
+        """Send the message that `build` returns in its lane, behind those of the files that the node does not have.
 
-        Args:
-            node: The node.
-            lane: Names the messages that keep their order: the group.
-            fds: The files, which are immutable. They are duplicated.
-            build: Returns the message.
-            on_error: Called with the reason if a file cannot be read.
+        The files are immutable, and duplicated. If one cannot be read, `on_error` is called with the reason.
         """
         own = [os.dup(fd) for fd in fds]
         messages = self._with_data(node, lane, own, build)
         weakref.finalize(messages, _close, own)  # also if the lane is dropped before it comes to them
-        self._link.send_in(node.peer, lane, messages, on_error)
-
-    def drop(self, node: Node, lane: str) -> None:
-        """Send no more of what a lane holds."""
-        self._link.act(lambda: node.peer.outbox.drop(lane))
+        self.link.send_in(node.peer, lane, messages, on_error)
 
     def _with_data(
         self, node: Node, group: str, fds: Sequence[int], build: Callable[[Sequence[Blob]], ToGroup]
@@ -304,23 +262,19 @@ class Nodes:
         if node is None:
             return
         if isinstance(message, BlobPart):
-            if message.key.partition(":")[0] in self._groups:  # else it has been closed, and will take none
+            if message.key.partition(":")[0] in self.groups:  # else it has been closed, and will take none
                 self._blobs.add(message, data[0])
         elif isinstance(message, Leaving):
             node.leaving = message.reason
-            for group in list(self._groups.values()):
+            for group in list(self.groups.values()):
                 group.warn(f"{node.machine.name}: {message.reason}")
         else:
-            group_of = self._groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
+            group_of = self.groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
             if group_of is not None:
                 group_of.take(node.index, message, data)  # type: ignore[arg-type]  # as above
 
     def take_parcel(self, parcel: Sequence[Blob]) -> list[int]:
-        """Return the descriptors of a parcel that has arrived; the caller closes them.
-
-        Raises:
-            OSError: A part of it is missing: there was no room.
-        """
+        """Return the descriptors of a parcel, which the caller closes. OSError: a part of it did not fit here."""
         if not all(blob.key in self._blobs for blob in parcel):
             self._blobs.drop([blob.key for blob in parcel])
             raise OSError(errno.ENOSPC, "there was no room for the result on the notebook's machine")
@@ -333,12 +287,12 @@ class Nodes:
         with self._changed:
             node.lost = node.leaving or reason
             self._changed.notify_all()
-        for group in list(self._groups.values()):
+        for group in list(self.groups.values()):
             group.lose(node.index, node.lost)
 
     def close(self) -> None:
         """Let the agents exit, with their ranks, and stop listening. Idempotent."""
-        self._link.close()
+        self.link.close()
         self._blobs.close()
 
 
@@ -360,7 +314,6 @@ def _blob_of(fd: int) -> Blob:
 
 # ------------------------------------------------------------------ the ranks of a group
 def append(path: str, data: Part) -> None:
-    """Append to the copy of a rank's file."""
     try:
         fd = os.open(path, _APPENDING, 0o600)
         try:
@@ -373,12 +326,10 @@ def append(path: str, data: Part) -> None:
 
 
 def ranks_in_words(ranks: range) -> str:
-    """Return the ranks of a node in words."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def places_in_words(ranks: Sequence[range], nodes: Sequence[str]) -> str:
-    """Return which ranks run on which node, in words."""
     where = [f"{ranks_in_words(own)} on {node}" for own, node in zip(ranks, nodes, strict=True)]
     more = [f"… on {len(nodes)} nodes"] if len(nodes) > MAX_NAMED_NODES else []
     return ", ".join(where[:MAX_NAMED_NODES] + more)
@@ -394,70 +345,52 @@ class NodeStacks:
         self._ask = ask
 
     def ask(self, signal_at: float) -> None:
-        """Ask the agent."""
         self.dump = None
         self._ask(max(0.0, signal_at - time.monotonic()))
 
     def look(self, now: float) -> bool:
-        """Return True if the answer has come."""
         return self.dump is not None
 
     def take(self, main: str, dump: str | None) -> None:
-        """Note what the agent has answered."""
         self.is_ready, self.main = True, main
         if dump is not None:
             self.dump = dump
 
 
 class NodeWorker:
-    """One rank of another node, an `engines.protocol.Worker`.
+    """One rank of another node, an `engines.protocol.Worker`. `call` calls a method of the agent's, for the rank."""
 
-    Args:
-        group: The id of its group.
-        rank: The rank.
-        log_dir: The copies of what it writes, until the first task says otherwise.
-        send: Sends a message to the agent of the rank's node.
-    """
-
-    def __init__(self, group: str, rank: int, log_dir: Path, send: Callable[[ToGroup], None]) -> None:
+    def __init__(self, rank: int, log_dir: Path, call: Callable[..., None]) -> None:
         self.rank, self.log_dir = rank, log_dir
-        self.stacks = NodeStacks(lambda after: send(AskStacks(group, rank, after)))
+        self.stacks = NodeStacks(partial(call, "ask_stacks"))
         self.is_open = True
         self.has_exited = False
-        self._group, self._send = group, send
+        self._call = call
         self._dropped = Dropped()
         self._begun: Sequence[Begun] = ()
 
     def interrupt(self, task: int) -> None:
-        """See `engines.protocol.Worker`, as for all below."""
-        self._send(Call(self._group, "interrupt", [task], self.rank))
+        self._call("interrupt", task)
 
     def free(self, task: int) -> None:
-        """Ask the agent."""
-        self._send(Call(self._group, "free", [task], self.rank))
+        self._call("free", task)
 
     def tell(self, message: ToDebugger) -> None:
-        """Ask the agent."""
-        self._send(Call(self._group, "tell", [message], self.rank))
+        self._call("tell", message)
 
     def signal(self, signum: int, group: bool = False) -> None:
-        """Ask the agent."""
-        self._send(Call(self._group, "signal", [signum, group], self.rank))
+        self._call("signal", signum, group)
 
     def turn_to(self, log_dir: Path) -> None:
-        """Follow another task's files and counters."""
         self.log_dir, self._dropped = log_dir, Dropped()
 
     def log(self, stream: Stream) -> LogFile:
-        """Return the copy here of what the rank writes."""
         return LogFile(rank_file(self.log_dir, self.rank, stream))
 
     def output(self, key: str, mime: str) -> OutputFile:
-        """Return the copy here; it comes before the record that refers to it."""
         return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
 
     def dropped(self) -> Dropped:
-        """Return what the agent has read last."""
         return self._dropped
 
     def collectives(self) -> Sequence[Begun]:
@@ -465,7 +398,6 @@ class NodeWorker:
         return self._begun
 
     def take_counts(self, dropped: Dropped | None, begun: Sequence[Begun] | None) -> None:
-        """Note what the agent has read."""
         self._dropped = self._dropped if dropped is None else dropped
         self._begun = self._begun if begun is None else begun
 
@@ -478,28 +410,21 @@ class NodeSampler:
         self._end = end
 
     def sample(self, ranks: Collection[int]) -> list[Usage]:
-        """Return the last usage of these ranks."""
         return [usage for rank, usage in sorted(self.latest.items()) if rank in ranks]
 
     def close(self) -> None:
-        """Let the agents measure no more. Idempotent."""
         self._end(self)
 
 
 class NodeWorkers:
-    """The ranks of one group, through their agents: an `engines.protocol.Workers`. Times are in the kernel's clock.
-
-    Args:
-        nodes: The nodes.
-        order: The group to start.
-        wakeup: Ends `wait`.
-    """
+    """The ranks of one group, through their agents: an `engines.protocol.Workers`. Times are in the kernel's clock."""
 
     def __init__(self, nodes: Nodes, order: Order, wakeup: Wakeup) -> None:
         self.has_begun = False
         self._nodes, self._order, self._wakeup = nodes, order, wakeup
         self._name = f"{order.launch_id}.{next(_numbers)}"  # a launch may have several attempts
         self._used: list[Node] = nodes.joined[: len(order.ranks)]
+        self._ranks = list(zip(self._used, order.ranks, strict=True))
         self._workers: dict[int, NodeWorker] = {}
         self._log_dirs = {order.log_dir}
         self._placed: dict[int, Placed] = {}
@@ -511,37 +436,22 @@ class NodeWorkers:
         self._events: deque[Event] = deque()
         self._samplers: list[NodeSampler] = []
         self._changed = threading.Condition()
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
+        self._wake = Wake()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._read, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(wakeup, selectors.EVENT_READ)
         self._is_closed = False
         self._modules = own_files()
-        nodes.add(self._name, self)
-        for node, ranks in zip(self._used, order.ranks, strict=True):
-            self._nodes.send(
-                node,
-                Place(
-                    self._name,
-                    order.world_size,
-                    ranks,
-                    order.method,
-                    order.process,
-                    order.envs[node.index],
-                    order.named,
-                    order.log_dir,
-                    order.is_kept,
-                    serves_store=node.index == 0,
-                    modules=self._modules,
-                ),
-            )
+        nodes.groups[self._name] = self
+        for node, ranks in self._ranks:
+            own = replace(order, ranks=[ranks], envs=[order.envs[node.index]], payload=None)
+            place = Place(self._name, own, node.index == 0, self._modules)
+            self._send(node, place)
 
     # -------------------------------------------------------------- starting
     def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
         """Wait until every node has what starts its ranks; return the store that the first one serves."""
-        deadline = time.monotonic() + timeouts.PLACED_TIMEOUT_S
+        deadline = time.monotonic() + PLACED_TIMEOUT_S
         with self._changed:
             while len(self._placed) < len(self._used):
                 lost = [f"node {node.machine.name} is lost: {node.lost}" for node in self._used if node.lost]
@@ -550,7 +460,7 @@ class NodeWorkers:
                 if lost or time.monotonic() > deadline:
                     waiting = [node.machine.name for node in self._used if node.index not in self._placed]
                     no_answer = (
-                        f"{', '.join(waiting)}: no answer within {timeouts.PLACED_TIMEOUT_S:.0f} s. Does `import "
+                        f"{', '.join(waiting)}: no answer within {PLACED_TIMEOUT_S:.0f} s. Does `import "
                         "torch` hang there? `%distributed release` frees the nodes, and the next launch starts others"
                     )
                     raise StartError(lost[0] if lost else no_answer)
@@ -565,96 +475,87 @@ class NodeWorkers:
 
     @property
     def notes(self) -> list[str]:
-        """Where the ranks run, and what their agents have noted."""
         names = [node.machine.name for node in self._used]
         noted = [placed.note for placed in self._placed.values() if placed.note]
         return [places_in_words(self._order.ranks, names), *noted]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[NodeWorker]:
-        """Let each agent start its ranks."""
-        for node, ranks in zip(self._used, self._order.ranks, strict=True):
+        for node, ranks in self._ranks:
             for rank in ranks:
                 self._workers[rank] = self._worker(rank, node)
-            self._nodes.send(node, Start(self._name, {rank: environment(rank) for rank in ranks}))
+            self._call(node, "start", {rank: environment(rank) for rank in ranks})
         return list(self._workers.values())
 
     def _worker(self, rank: int, node: Node) -> NodeWorker:
-        return NodeWorker(self._name, rank, Path(self._order.log_dir), lambda message: self._nodes.send(node, message))
+        return NodeWorker(rank, Path(self._order.log_dir), partial(self._call, node, rank=rank))
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> NodeWorker:
-        """Let the agent of the rank's node start it again."""
-        node = self._node_of(rank)
+        node = next(node for node, ranks in self._ranks if rank in ranks)
         if node.lost:
             raise StartError(
                 f"rank {rank} cannot start again: node {node.machine.name} is lost ({node.lost}). A restart of all "
                 "ranks gets new nodes"
             )
         self._workers[rank] = self._worker(rank, node)
-        self._send(node, Restart(self._name, rank, environment))
+        self._call(node, "restart", environment, rank=rank, in_order=True)
         return self._workers[rank]
 
     @property
     def heard_at(self) -> float:
-        """See `engines.protocol.Workers`."""
         return min((at for node, at in enumerate(self._heard_at) if node not in self._over), default=0.0)
 
     def listen_to(self, wakeup: Wakeup) -> None:
-        """Watch another wakeup in place of the present one."""
         with contextlib.suppress(KeyError, ValueError):  # closed meanwhile
             self._selector.unregister(self._wakeup)
         self._wakeup = wakeup
         self._selector.register(wakeup, selectors.EVENT_READ)
 
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
-        """Send each node its tasks, and the data that it lacks."""
         by_rank = dict(zip(self._workers, tasks, strict=True))
         for rank, task in by_rank.items():
             if task.log_dir:
                 self._log_dirs.add(task.log_dir)
                 self._workers[rank].turn_to(Path(task.log_dir))
-        for node, ranks in zip(self._used, self._order.ranks, strict=True):
+        for node, ranks in self._ranks:
             if node.index in self._over:
                 continue
-            own = [by_rank[rank] for rank in ranks]
+            build = partial(self._task_call, [by_rank[rank] for rank in ranks])
+            self._nodes.send_data(node, self._name, parcel, build, partial(self._fail, node))
 
-            def build(blobs: Sequence[Blob], own: Sequence[Task] = own) -> ToGroup:
-                return SendTasks(self._name, own, blobs)
-
-            fail = partial(self._fail, node)
-            self._nodes.send_data(node, self._name, parcel, build, fail)
+    def _task_call(self, tasks: Sequence[Task], blobs: Sequence[Blob]) -> Call:
+        return Call(self._name, "send_tasks", [tasks, blobs])
 
     def _send(self, node: Node, message: ToGroup) -> None:
-        """Send a message behind the data that was sent before."""
-        self._nodes.send_in(node, self._name, message)
+        """Send an urgent message."""
+        self._nodes.link.send(node.peer, message)
+
+    def _call(
+        self, node: Node, method: str, *arguments: object, rank: int | None = None, in_order: bool = False
+    ) -> None:
+        """Let an agent call a method, at once or after what was sent before `in_order`."""
+        call = Call(self._name, method, arguments, rank)
+        if in_order:
+            self._nodes.link.send_in(node.peer, self._name, [(call, ())])
+        else:
+            self._send(node, call)
 
     def _fail(self, node: Node, reason: str) -> None:
         """Report that a node does not get the task. In the thread of the link."""
         self._add(NotStarted(-1, f"the task could not be sent to {node.machine.name}: {reason}"))
 
-    def _node_of(self, rank: int) -> Node:
-        return next(node for node, ranks in zip(self._used, self._order.ranks, strict=True) if rank in ranks)
-
     def let_go(self, ranks: Collection[int]) -> None:
-        """Let these ranks exit."""
-        for node, own in zip(self._used, self._order.ranks, strict=True):
-            chosen = [rank for rank in ranks if rank in own]
-            if chosen:
-                self._send(node, Call(self._name, "let_go", [chosen]))
+        for node, own in self._ranks:
+            if chosen := [rank for rank in ranks if rank in own]:
+                self._call(node, "let_go", chosen, in_order=True)
 
     def dismiss(self) -> None:
-        """Let the ranks exit."""
         for node in self._used:
-            self._send(node, Call(self._name, "dismiss"))
+            self._call(node, "dismiss", in_order=True)
 
     # -------------------------------------------------------------- events
     def wait(self, seconds: float) -> Iterable[Event]:
-        """Wait for what the agents send."""
         for key, _ in self._selector.select(0.0 if self._events else seconds):
-            if key.fileobj is self._read:
-                with contextlib.suppress(BlockingIOError):
-                    self._read.recv(4096)
-            else:
-                self._wakeup.clear()
+            key.fileobj.clear()  # type: ignore[union-attr]  # both are wakeups
         return self.drain()
 
     def drain(self) -> Iterable[Event]:
@@ -669,7 +570,7 @@ class NodeWorkers:
                 self._events.append(event)
         if not is_wanted and isinstance(event, Received):
             event.parcel.close()
-        self._wake()
+        self._wake.set()
 
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
@@ -691,7 +592,7 @@ class NodeWorkers:
                 sampler.latest.update({usage.rank: usage for usage in message.usage or ()})
         elif isinstance(message, Stacks):
             self._workers[message.rank].stacks.take(message.main, message.dump)
-            self._wake()
+            self._wake.set()
         elif isinstance(message, NeedFiles):
             self._send_files(node, message.digests)
         elif isinstance(message, Closed):
@@ -702,24 +603,18 @@ class NodeWorkers:
                 self._changed.notify_all()
 
     def _send_files(self, node: int, digests: Sequence[bytes]) -> None:
-        """Answer an agent that lacks files of the user's modules."""
         paths = {file.digest: file.path for file in self._modules}
         contents = {}
         for digest in digests:
             with contextlib.suppress(OSError):  # removed meanwhile: importing it fails there
                 contents[digest] = Path(paths[digest]).read_bytes()
-        self._nodes.send(self._used[node], Files(self._name, contents))
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of wakeups, or closed
-            self._write.send(b"!")
+        self._send(self._used[node], Files(self._name, contents))
 
     def _copy(self, message: Written, data: Sequence[Part]) -> None:
-        """Append to the copies of ranks' files."""
         rest = memoryview(data[0])
         for file, size in message.files:
             own, rest = rest[:size], rest[size:]
-            if message.log_dir in self._log_dirs and is_rank_file(file):
+            if message.log_dir in self._log_dirs and file == os.path.basename(file) and file.startswith("rank"):
                 append(os.path.join(message.log_dir, file), own)
             else:
                 _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
@@ -752,14 +647,13 @@ class NodeWorkers:
         """Note that a node is lost, with its ranks."""
         if node >= len(self._used):
             return
-        silent_since = time.monotonic() - timeouts.LINK_BEAT_S - timeouts.LINK_SILENCE_S
+        silent_since = time.monotonic() - LINK_BEAT_S - LINK_SILENCE_S
         self._exit_all(node, reason, max(silent_since, self._used[node].peer.heard_at))
         self._end(node)
         with self._changed:
             self._changed.notify_all()
 
     def warn(self, reason: str) -> None:
-        """Note that a node will be lost soon."""
         self._add(NodeLeaving(reason))
 
     def _exit_all(self, node: int, reason: str, since: float) -> None:
@@ -780,7 +674,6 @@ class NodeWorkers:
 
     # -------------------------------------------------------------- usage
     def sampler(self, device: str, env: Mapping[str, str]) -> NodeSampler:
-        """Let the agents measure."""
         sampler = NodeSampler(self._end_sampler)
         if device != "cpu" or not self._samplers:
             self._measure(device)
@@ -795,11 +688,10 @@ class NodeWorkers:
 
     def _measure(self, device: str) -> None:
         for node in self._used:
-            self._nodes.send(node, Measure(self._name, device))
+            self._call(node, "measure", device)
 
     # -------------------------------------------------------------- trouble, and the end
     def nudge(self) -> str | None:
-        """Nothing can be done from here."""
         return "the nodes have not answered: waiting"
 
     def forsake(self) -> bool:
@@ -807,9 +699,8 @@ class NodeWorkers:
         return False
 
     def abandon(self) -> None:
-        """Let the agents kill the ranks."""
         for node in self._used:
-            self._nodes.send(node, Call(self._name, "abandon"))
+            self._call(node, "abandon")
 
     def close(self) -> None:
         """Let the agents release everything; ranks that still run are killed."""
@@ -818,12 +709,11 @@ class NodeWorkers:
                 return
             self._is_closed = True
         for node in self._used:
-            self._nodes.drop(node, self._name)
-            self._nodes.send(node, Release(self._name))
+            self._nodes.link.act(partial(node.peer.outbox.drop, self._name))
+            self._send(node, Release(self._name))
         self._nodes.remove(self._name)
         for event in self.drain():
             if isinstance(event, Received):
                 event.parcel.close()
         self._selector.close()
-        self._read.close()
-        self._write.close()
+        self._wake.close()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.errors import StartError
-from nblaunch.machine.inventory import Machine, Process
-from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task, ToDebugger
+from nblaunch.machine.inventory import Machine
+from nblaunch.wire.messages import NotStarted, Order, RankExited, RankStarted, Swept, Task, ToDebugger
 from nblaunch.wire.tables import Begun, Dropped
 
 if TYPE_CHECKING:
@@ -121,12 +121,7 @@ class Worker(Protocol):
         """Return one stream of what the rank writes in its present task."""
 
     def output(self, key: str, mime: str) -> Body:
-        """Return the body that a record of the rank's present task refers to.
-
-        Args:
-            key: The key of the record.
-            mime: Its type, one of `nblaunch.wire.display_records.SUFFIXES`.
-        """
+        """Return the body that a record of the rank's present task refers to, by the record's key and type."""
 
     def dropped(self) -> Dropped:
         """Return the output that the rank could not write so far."""
@@ -223,28 +218,6 @@ class Store:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The group that an engine is to place."""
-
-    launch_id: str
-    world_size: int
-    ranks: Sequence[range]
-    """The ranks of each node that the engine places."""
-    method: str
-    """As `Engine.resolve` returns it."""
-    process: Process
-    envs: Sequence[Mapping[str, str]]
-    """The environment of the ranks of each node, without the variables that differ by rank."""
-    named: Sequence[str]
-    """Variables that the user has set with ``env=``."""
-    log_dir: str
-    payload: Payload | None = None
-    """For an engine whose ranks share the notebook's memory."""
-    is_kept: bool = False
-    """Whether the ranks stay for many tasks, and can be restarted one by one."""
-
-
 class Workers(Protocol):
     """The processes of one group."""
 
@@ -266,12 +239,9 @@ class Workers(Protocol):
     def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
         """Serve the TCPStore of the ranks until `close`.
 
-        Args:
-            give_up: Return True to wait no longer for other machines. Default: never.
-
         Raises:
             StartError: The system refuses.
-            GivenUpError: `give_up` returned True.
+            GivenUpError: `give_up` has returned True while other machines were awaited.
         """
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
@@ -295,10 +265,6 @@ class Workers(Protocol):
         """Send each rank its task and the payload's descriptors, as fast as descriptors can travel.
 
         The descriptors must stay open until every rank is `Running`. Ranks that have exited get nothing.
-
-        Args:
-            tasks: One for each rank.
-            parcel: The payload's descriptors.
         """
 
     def let_go(self, ranks: Collection[int]) -> None:
@@ -314,19 +280,10 @@ class Workers(Protocol):
         """Return what the ranks had sent before their exit."""
 
     def sampler(self, device: str, env: Mapping[str, str]) -> Sampler:
-        """Return what measures the ranks. May be called from any thread; the caller closes it.
-
-        Args:
-            device: The device of the ranks, ``"cpu"`` or ``"cuda"``.
-            env: The environment of the ranks.
-        """
+        """Return what measures the ranks. May be called from any thread; the caller closes it."""
 
     def nudge(self) -> str | None:
-        """Wake what starts the ranks, which has not answered in time.
-
-        Returns:
-            A note for the user; None if the group was given up.
-        """
+        """Wake what starts the ranks, which has not answered in time. Return a note; None if the group is given up."""
 
     def forsake(self) -> bool:
         """Discard what failed to start the ranks. Return True if a retry may succeed."""
@@ -344,36 +301,20 @@ class Engine(Protocol):
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
         """Return the nodes that ranks are placed on; start agents there unless they run.
 
-        Args:
-            show: Shows what is awaited, such as a job in a queue.
-            give_up: Return True to wait no longer, and to end what was started. Default: never.
+        `show` gets what is awaited, such as a job in a queue.
 
         Raises:
             StartError: A node cannot be used.
-            GivenUpError: `give_up` returned True.
+            GivenUpError: `give_up` has returned True; what was started has been ended.
         """
 
     @property
     def is_local(self) -> bool:
-        """Return True if ranks run on this machine, and nothing else needs to be started for them."""
+        """Return True if ranks run on this machine."""
 
     @property
     def start_methods(self) -> tuple[str, ...]:
         """What ``start_method=`` may be; the first lets the engine choose."""
-
-    def resolve(self, method: str) -> str:
-        """Return the start method that a launch uses, which may be the engine's choice.
-
-        Raises:
-            ArgumentError: The method does not work on this platform.
-        """
-
-    def check_kept(self, method: str) -> None:
-        """Check that ranks started this way can stay for many tasks.
-
-        Raises:
-            ArgumentError: They cannot.
-        """
 
     def usable(
         self,
@@ -383,14 +324,10 @@ class Engine(Protocol):
         cuda_cell: Callable[[], str],
         show: Callable[[str], None] = lambda text: None,
     ) -> str:
-        """Return `method`, or a substitute with a warning if ranks cannot be started that way.
+        """Return the start method that a launch uses: the engine's choice for ``auto``, else `method`.
 
-        Args:
-            method: The start method of the plan.
-            env: The ranks' environment.
-            named: Variables that the user has set with ``env=``.
-            cuda_cell: Returns the cell that started CUDA in the notebook; empty if unknown.
-            show: Gets what is awaited, if that takes time.
+        If ranks cannot be started that way, warn and return a substitute. `cuda_cell` returns the cell that started
+        CUDA in the notebook; `show` gets what is awaited, if that takes time.
 
         Raises:
             StartError: There is no substitute.
@@ -406,31 +343,10 @@ class Engine(Protocol):
             StartError: There are none.
         """
 
-    def prepare_next(self) -> None:
-        """Prepare for the next launch in the background. Called after each one."""
-
-    def warm_up(self) -> None:
-        """Prepare for the first launch in the background.
-
-        Raises:
-            StartError: The system refuses.
-        """
-
-    def refresh(self) -> None:
-        """Note what has changed in the notebook, such as its environment and its imports. Called after each cell.
-
-        Raises:
-            StartError: The system refuses; the next launch tries again.
-        """
-
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
-        """Import modules in the background, ahead of later launches.
+        """Import modules in the background, ahead of later launches in the environment of the last one.
 
-        Args:
-            modules: Their names.
-            env: The environment of later launches; what could not be imported before is tried again. Default: that
-                of the last launch, without another try.
-            named: Variables of `env` that the user has set.
+        With `env`, of which the user has set the variables `named`, what could not be imported before is tried again.
         """
 
     def status(self) -> list[str]:

@@ -26,6 +26,8 @@ from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot, Proof
 
 _DRIVER = "nblaunch.engines.ray_driver"
+RAY_CONNECT_TIMEOUT_S = 60.0
+"""For Ray's driver to connect to its cluster: it imports Ray first."""
 
 
 class RayStarter:
@@ -54,7 +56,6 @@ class RayStarter:
         self._unread, self._heard = b"", RayState()
 
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
-        """Connect to the cluster; return the addresses of its nodes."""
         spec = importlib.util.find_spec("ray")
         if spec is None or spec.origin is None:  # a folder that only has the name
             raise StartError("engine='ray': Ray is not installed here: pip install nblaunch[ray]")
@@ -77,14 +78,14 @@ class RayStarter:
             start_new_session=True,  # the notebook's Interrupt is not for it
         )
         self._write(request)
-        deadline = time.monotonic() + timeouts.RAY_CONNECT_TIMEOUT_S
+        deadline = time.monotonic() + RAY_CONNECT_TIMEOUT_S
         while not self._heard.addresses:
             self._read(timeouts.NODES_POLL_S)
             check()
             late = time.monotonic() > deadline
             if late or self._heard.problem:
                 where = address or os.environ.get("RAY_ADDRESS") or "this machine's cluster"
-                why = self._heard.problem or f"no answer within {timeouts.RAY_CONNECT_TIMEOUT_S:.0f} s"
+                why = self._heard.problem or f"no answer within {RAY_CONNECT_TIMEOUT_S:.0f} s"
                 raise StartError(
                     f"engine='ray' cannot connect to {where} ({why}). The notebook must run on a machine of the "
                     "cluster: `ray start --head` starts one here, `ray start --address=HOST:6379` joins one, and "
@@ -92,16 +93,13 @@ class RayStarter:
                 )
 
     def start(self, boot: Boot) -> None:
-        """Ask for the placement group and its actors."""
         self._write(asdict(boot))
 
     def state(self) -> str:
-        """Return what the placement group waits for."""
         self._read()
         return self._heard.state
 
     def problem(self) -> str:
-        """Return why the driver, an actor or an agent has failed; empty if none has."""
         self._read()
         return self._heard.problem
 
@@ -154,7 +152,6 @@ class RayStarter:
 
 
 def _request_of(words: Sequence[str], count: int) -> RayRequest:
-    """Return what the words ask for."""
     engine = f"engine={shlex.join(['ray', *words])!r}"
     values: dict[str, Any] = {"--address": "", "--num-cpus": 1, "--num-gpus": None, "--resources": {}, "--pack": False}
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]

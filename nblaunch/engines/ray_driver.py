@@ -26,12 +26,12 @@ from nblaunch.wire.link_messages import Boot
 
 _MAX_SAID = 2000
 """Bytes of an agent's stderr, and characters of Ray's errors."""
+RAY_PROBE_TIMEOUT_S = 5.0
+"""For the address of a Ray cluster to accept a connection: Ray itself would try for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayRequest:
-    """What the notebook asks Ray for."""
-
     address: str
     """Of the cluster; empty: what ``RAY_ADDRESS`` names, or the cluster that this machine is a node of."""
     count: int
@@ -49,8 +49,6 @@ class RayRequest:
 
 @dataclass(frozen=True, slots=True)
 class RayState:
-    """How the request stands."""
-
     addresses: Sequence[str] = ()
     """Of the cluster's nodes; empty: not connected yet."""
     state: str = ""
@@ -100,12 +98,7 @@ class AgentActor:
 
 @dataclass
 class Driver:
-    """See the module.
-
-    Args:
-        request: What is asked for.
-        parent: The kernel's pid.
-    """
+    """See the module. The parent is the kernel."""
 
     request: RayRequest
     parent: int
@@ -116,17 +109,13 @@ class Driver:
     _runs: list[Any] = field(default_factory=list)
 
     def connect(self) -> None:
-        """Connect to the cluster.
-
-        Raises:
-            Exception: Ray cannot.
-        """
+        """Connect to the cluster. Ray raises many kinds of exceptions if it cannot."""
         import ray
 
         address = self.request.address or os.environ.get("RAY_ADDRESS") or "auto"
         host, _, port = address.rpartition(":")
         if port.isdigit() and "://" not in address:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), timeouts.RAY_PROBE_TIMEOUT_S).close()
+            socket.create_connection((host, int(port)), RAY_PROBE_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     def serve(self) -> None:
@@ -218,7 +207,6 @@ class Driver:
         return ""
 
     def end(self) -> None:
-        """Free the nodes: the agents have been told to exit."""
         import ray
         from ray.util.placement_group import remove_placement_group
 

@@ -35,6 +35,8 @@ _STEP_ONLY = (
 _PROGRAMS = ("srun", "squeue", "scontrol")
 _MAX_ASKED = 16
 """Nodes of a large cluster whose addresses are looked at."""
+NEW_JOB_POLL_S = 0.1
+"""The same, while the job's number is not known: agents may start within a second."""
 
 
 class SlurmStarter(CommandStarter):
@@ -69,7 +71,6 @@ class SlurmStarter(CommandStarter):
 
     @property
     def name(self) -> str:
-        """The job, once it is known."""
         return f"slurm job {self._job}" if self._job else "slurm"
 
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
@@ -87,7 +88,6 @@ class SlurmStarter(CommandStarter):
         return [each["NodeAddr"] for each in up[:_MAX_ASKED] if "NodeAddr" in each]
 
     def start(self, boot: Boot) -> None:
-        """Run srun."""
         within = ["--overlap", f"--jobid={self._allocation}"] if self._allocation else [f"--job-name={self._job_name}"]
         nodes = [f"--nodes={self.count}", f"--ntasks={self.count}", "--ntasks-per-node=1"]
         self._state, self._is_queued = "", not self._allocation
@@ -114,7 +114,7 @@ class SlurmStarter(CommandStarter):
 
     def state(self) -> str:
         """Return the job's place in the queue, and why it waits; empty once it has its nodes."""
-        pause = timeouts.QUEUE_POLL_S if self._job else timeouts.NEW_JOB_POLL_S
+        pause = timeouts.QUEUE_POLL_S if self._job else NEW_JOB_POLL_S
         if self._is_queued and time.monotonic() - self._asked_at > pause:
             self._asked_at = time.monotonic()
             self._ask()
@@ -160,11 +160,7 @@ def _names_job(words: Sequence[str]) -> bool:
 
 
 def _answer(*command: str) -> str:
-    """Return what a program of Slurm prints.
-
-    Raises:
-        StartError: It fails.
-    """
+    """Return what a program of Slurm prints. StartError: it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.PROGRAM_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -76,7 +76,6 @@ class SshStarter(CommandStarter):
         self.count = len(self._hosts)
 
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
-        """Return what ssh connects to."""
         if shutil.which("ssh") is None:
             raise StartError("engine='ssh': there is no `ssh` on the PATH: install OpenSSH's client")
         found = []
@@ -95,7 +94,6 @@ class SshStarter(CommandStarter):
         return lines.get("hostname", host)
 
     def start(self, boot: Boot) -> None:
-        """Run ssh for each host."""
         self.run(
             [
                 Command(number, host, ["ssh", *self._options, *_OPTIONS, host, python_on_nodes(), "-m", AGENT])
@@ -105,7 +103,6 @@ class SshStarter(CommandStarter):
         )
 
     def reason(self, name: str, status: int, said: str) -> str:
-        """Return why ssh has exited, and what to do."""
         if status != _SSH_FAILED:
             return super().reason(name, status, said)
         by_hand = shlex.join(["ssh", *self._options, name, "true"])
@@ -115,7 +112,6 @@ class SshStarter(CommandStarter):
         )
 
     def state(self) -> str:
-        """Return an empty string: hosts have no queue."""
         return ""
 
 

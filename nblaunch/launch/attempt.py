@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nblaunch.engines.protocol import Engine, Order
+from nblaunch.engines.protocol import Engine
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
@@ -19,7 +19,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Note, RanksPlaced, View
 from nblaunch.machine.inventory import Process
-from nblaunch.wire.messages import Payload, Source
+from nblaunch.wire.messages import Order, Payload, Source
 
 
 @dataclass(frozen=True, slots=True)

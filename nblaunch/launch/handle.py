@@ -282,7 +282,6 @@ class Launch:
         finally:
             del self._job  # the payload: the notebook may keep this handle for long
             self._release()
-            self._engine.prepare_next()
             if not self.keeps_ranks or next(_cells) % CELLS_PER_PRUNING == 0:
                 prune()  # late: no caller waits for it, though the next cell may
             host().forget_thread()

@@ -154,7 +154,7 @@ def make_plan(machines: Sequence[Machine], engine: Engine, options: Options | No
         places=tuple(places),
         device=device,
         backend=options.backend or (f"cpu:gloo,cuda:{machines[0].gpu_backend}" if device == "cuda" else "gloo"),
-        method=engine.resolve(one_of("start_method", options.start_method, engine.start_methods)),
+        method=one_of("start_method", options.start_method, engine.start_methods),
         envs=tuple(envs),
         options=options,
         named=tuple(options.variables),

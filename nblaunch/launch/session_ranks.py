@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.protocol import Engine, NodeLeaving, Order
+from nblaunch.engines.protocol import Engine, NodeLeaving
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
@@ -32,7 +32,7 @@ from nblaunch.launch.views import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.sent_names import SentNames
-from nblaunch.wire.messages import RankExited, Settings, Source, World
+from nblaunch.wire.messages import Order, RankExited, Settings, Source, World
 from nblaunch.wire.session_messages import Bound, SentName
 
 

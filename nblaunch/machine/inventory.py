@@ -48,7 +48,6 @@ class Machine:
 
     @property
     def socket_interface(self) -> str:
-        """The interface that gloo and NCCL use."""
         return self.interface or ("lo0" if self.platform == "darwin" else "lo")
 
 
@@ -109,8 +108,6 @@ def has_used_cuda() -> bool:
 
 
 def _import_torch() -> None:
-    """Import torch in another thread: a KeyboardInterrupt during the import would leave torch broken."""
-
     def try_to() -> None:
         with contextlib.suppress(Exception):  # the caller's own import raises it again
             importlib.import_module("torch")
@@ -194,14 +191,7 @@ def _umask() -> int:
 
 # ------------------------------------------------------------------ addresses
 def address_towards(peer: str) -> str:
-    """Return the address of this machine from which it reaches another.
-
-    Args:
-        peer: The other machine's IPv4 address or name.
-
-    Raises:
-        OSError: The name does not resolve, or there is no route.
-    """
+    """Return the address of this machine from which it reaches another, by address or name. OSError: it does not."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # any port: the system only chooses a route
         address: str = probe.getsockname()[0]
@@ -209,7 +199,6 @@ def address_towards(peer: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has an IPv4 address; empty if none has."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -219,15 +208,7 @@ def interface_of(address: str) -> str:
 
 
 def checked_address(name: str, value: str) -> str:
-    """Return an IPv4 address of this machine.
-
-    Args:
-        name: The setting that has it, for the error.
-        value: The address.
-
-    Raises:
-        ArgumentError: It is not an address of this machine.
-    """
+    """Return an IPv4 address of this machine, which the setting `name` has."""
     try:
         ipaddress.IPv4Address(value)
     except ValueError:

@@ -36,7 +36,6 @@ def usable_cpus() -> int:
 
 
 def affinity() -> tuple[int, ...]:
-    """Return the CPUs that this process may run on; none where the system does not say."""
     try:
         return tuple(sorted(os.sched_getaffinity(0)))
     except (AttributeError, OSError):  # macOS; a sandbox
@@ -55,7 +54,6 @@ def free_memory() -> int:
 
 
 def physical_memory() -> int:
-    """Return the bytes of the machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -77,8 +75,7 @@ def remedy(error: OSError) -> str:
 def process_advice(count: int = 0) -> str:
     """Return the limits of processes and threads that this process is under, and what to do if one is reached.
 
-    Args:
-        count: How many more were wanted. Default: unknown.
+    `count` is how many more were wanted; 0: unknown.
     """
     found = [f"{name} is {limit}" for name, limit in _process_limits().items()] or ["ulimit -u, or a cgroup's pids.max"]
     wanted = f"{count} more processes and threads" if count else "no more processes or threads"
@@ -123,7 +120,6 @@ def refused_threads(count: int) -> str:
 
 
 def _process_limits() -> dict[str, int]:
-    """Return the limits of processes and threads, by name."""
     found = {}
     if _user_limit() < _HIGH_LIMIT:
         found["this user's `ulimit -u` (RLIMIT_NPROC)"] = _user_limit()
@@ -208,7 +204,6 @@ def _numbers(file: Path, count: int) -> tuple[int, ...]:
 
 
 def _file_cache(group: Path) -> int:
-    """Return the bytes of inactive file cache, which the system reclaims."""
     try:
         entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(entries.get("total_inactive_file") or entries.get("inactive_file") or 0)

@@ -34,11 +34,7 @@ def use_tracker(fd: int) -> None:
 
 
 def record_created(folder: str) -> None:
-    """Record what this rank creates from now on. Its forked children do the same.
-
-    Args:
-        folder: The scratch directory of the launch.
-    """
+    """Record in the scratch directory of a launch what this rank creates from now on, and its forked children."""
     from multiprocessing.shared_memory import SharedMemory
 
     kind: Any = SharedMemory
@@ -65,11 +61,7 @@ def record_created(folder: str) -> None:
 
 
 def remove_created(folder: str) -> None:
-    """Remove the blocks and semaphores that ranks have created and left. Called once the ranks have exited.
-
-    Args:
-        folder: The scratch directory of the launch; empty if no rank was started.
-    """
+    """Remove the blocks and semaphores that ranks have created and left. Called once the ranks have exited."""
     try:
         lines = Path(folder, _RECORD).read_text().splitlines() if folder else []
     except OSError:  # none, or another process was faster
@@ -82,11 +74,6 @@ def remove_created(folder: str) -> None:
 
 
 def _unlink(kind: str, inode: int, name: str) -> None:
-    """Remove a block or semaphore.
-
-    Raises:
-        OSError: It does not exist.
-    """
     module: Any = resource_tracker
     if kind == _MEMORY:
         _check_inode(name, inode)

@@ -84,8 +84,6 @@ _digests: dict[str, tuple[tuple[int, int], bytes]] = {}
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
-    """A file of a module or package."""
-
     package: str
     """The top-level name."""
     name: str

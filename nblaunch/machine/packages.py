@@ -72,7 +72,6 @@ def differs(name: str) -> bool:
 
 
 def package_of(module: str) -> str:
-    """Return the top-level package of a module."""
     return module.partition(".")[0]
 
 

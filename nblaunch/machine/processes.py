@@ -34,9 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
 def die_with_parent(parent: int) -> None:
     """Request SIGKILL for when the thread that forked this process ends; exit at once if it already has.
 
-    Args:
-        parent: The parent's pid, read before the fork. A comparison with 1 would be wrong in containers,
-            where the notebook's kernel may be pid 1.
+    `parent` is the parent's pid, read before the fork. A comparison with 1 would be wrong in containers, where the
+    notebook's kernel may be pid 1.
     """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -91,7 +90,6 @@ def pidfd(pid: int) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process with this pid exists, a zombie included."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -102,7 +100,6 @@ def alive(pid: int) -> bool:
 
 
 def raise_oom_score() -> None:
-    """Make the out-of-memory killer prefer this process to the notebook."""
     with contextlib.suppress(OSError):  # not Linux, or a container that forbids it
         with open("/proc/self/oom_score_adj", "r+") as file:
             score = min(1000, int(file.read()) + _OOM_LEVEL)
@@ -111,7 +108,6 @@ def raise_oom_score() -> None:
 
 
 def thread_count() -> int:
-    """Return the number of threads that the operating system counts in this process; 1 if unknown."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -132,7 +128,6 @@ def parents_of_all() -> dict[int, int]:
 
 
 def children(parent: int) -> list[int]:
-    """Return a process's children, zombies and adopted ones included; none if there is no /proc."""
     return [pid for pid, its_parent in parents_of_all().items() if its_parent == parent]
 
 
@@ -201,11 +196,7 @@ def close_all_but(keep: Collection[int]) -> None:
 
 
 def open_table(path: str | os.PathLike[str], size: int) -> io.FileIO:
-    """Create a file of zeros that all of its bytes are on the disk for: a hole would be a SIGBUS where it is mapped.
-
-    Raises:
-        OSError: There is such a file, or no room.
-    """
+    """Create a file of zeros that all of its bytes are on the disk for: a hole would be a SIGBUS where it is mapped."""
     file = io.FileIO(path, "x+")
     if file.write(bytes(size)) < size:
         file.close()
@@ -250,7 +241,6 @@ class ChildWatch:
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def fileno(self) -> int:
-        """Return the descriptor, for selectors."""
         return self._read
 
     def ended(self) -> list[tuple[int, int]]:

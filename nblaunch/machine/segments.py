@@ -50,12 +50,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 # ------------------------------------------------------------------ anonymous files
 class Draft:
-    """A file that is being written. End with `seal`, `leave_writable` or `close`.
-
-    Attributes:
-        fd: The descriptor to write to.
-        in_memory: Whether the file is a memfd.
-    """
+    """A file that is being written. End with `seal`, `leave_writable` or `close`."""
 
     def __init__(self, fd: int, reader: int | None = None) -> None:
         self.fd, self.in_memory = fd, reader is None
@@ -78,18 +73,11 @@ class Draft:
         return self.fd
 
     def close(self) -> None:
-        """Drop the file."""
         os.close(self.leave_writable())
 
 
 def create_file(size: int = 0, folder: Path | None = None, name: str = "nblaunch") -> Draft:
-    """Open an anonymous file for writing.
-
-    Args:
-        size: The bytes that it will have. Default: few.
-        folder: Put the file on disk, in this folder. Default: in memory where the system has memfds.
-        name: What the descriptor is called in ``/proc``.
-    """
+    """Open an anonymous file for writing: in memory where the system has memfds, or on disk in a `folder`."""
     if folder is None:
         memory = _memory_file(name)
         if memory is not None:
@@ -146,8 +134,6 @@ def _fits_shared_memory(size: int) -> bool:
 
 # ------------------------------------------------------------------ segments
 class Region(NamedTuple):
-    """A range of this process's memory."""
-
     address: int
     size: int
 
@@ -156,7 +142,6 @@ class Region(NamedTuple):
         return self.address + self.size
 
     def view(self) -> memoryview:
-        """Return the bytes; the memory's owner must outlive the view."""
         return memory_at(self.address, self.size)
 
 
@@ -166,13 +151,7 @@ def memory_at(address: int, size: int) -> memoryview:
 
 
 class Segment:
-    """A written segment; it owns its descriptor.
-
-    Attributes:
-        fd: The descriptor.
-        size: In bytes.
-        in_memory: Whether the segment is memory, not a file on disk.
-    """
+    """A written segment; it owns its descriptor."""
 
     def __init__(self, fd: int, size: int, in_memory: bool) -> None:
         self.fd, self.size, self.in_memory = fd, size, in_memory
@@ -191,8 +170,6 @@ class Segment:
 
 
 class Placed(NamedTuple):
-    """Where a region was put."""
-
     segment: Segment
     offset: int
     is_new: bool
@@ -200,11 +177,7 @@ class Placed(NamedTuple):
 
 
 class NoRoomError(OSError):
-    """Neither memory nor disk has room for a segment.
-
-    Attributes:
-        sizes: Bytes to send, by name.
-    """
+    """Neither memory nor disk has room for a segment."""
 
     sizes: Mapping[str, int] = MappingProxyType({})
 
@@ -237,23 +210,17 @@ def grouped(regions: Sequence[Region]) -> list[list[Region]]:
 
 # ------------------------------------------------------------------ room
 def fits(size: int) -> bool:
-    """Return True if memory has room for `size` bytes."""
     return _memory_short_of(size) is None
 
 
 def check_memory(size: int) -> None:
-    """Check that `size` bytes of memory are free.
-
-    Raises:
-        NoRoomError: They are not.
-    """
+    """Raise NoRoomError unless `size` bytes of memory are free."""
     memory = _memory_short_of(size)
     if memory is not None:
         raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {in_words(memory)} of memory are free")
 
 
 def _memory_short_of(size: int) -> int | None:
-    """Return the bytes of free memory if they are too few for `size` more, else None."""
     if size < _MIN_CHECKED_BYTES:
         return None
     memory = free_memory()
@@ -261,11 +228,7 @@ def _memory_short_of(size: int) -> int | None:
 
 
 def find_room(size: int, folder: Path) -> Path | None:
-    """Choose where to write `size` bytes: None for memory, else `folder`.
-
-    Raises:
-        NoRoomError: There is no room.
-    """
+    """Choose where to write `size` bytes: None for memory, else `folder`. NoRoomError: there is no room."""
     memory = _memory_short_of(size)
     if memory is None and _has_memory_file(size):
         return None
@@ -283,7 +246,6 @@ def find_room(size: int, folder: Path) -> Path | None:
 
 
 def _is_memory(folder: Path) -> bool:
-    """Return True if the folder is on a tmpfs."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -304,11 +266,7 @@ def in_words(size: float) -> str:
 
 # ------------------------------------------------------------------ writing
 def write(regions: Sequence[Region], folder: Path) -> list[Placed]:
-    """Copy regions that do not overlap into new segments; return where each is.
-
-    Args:
-        regions: What to copy.
-        folder: Where to put a file if memory is short.
+    """Copy regions that do not overlap into new segments, in `folder` if memory is short; return where each is.
 
     Raises:
         NoRoomError: There is no room.

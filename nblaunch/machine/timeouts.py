@@ -9,58 +9,20 @@ PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
 
 # ------------------------------------------------------------------ engines
-SERVER_START_TIMEOUT_S = 120.0
-"""For a fork server to import torch, which takes most of a minute from a cold disk."""
-PRELOAD_TIMEOUT_S = 120.0
-"""For a fork server to import one package ahead of launches."""
 SERVER_KILL_TIMEOUT_S = 5.0
 """For a killed fork server to exit; one in uninterruptible sleep exits later."""
-BUILD_QUIET_S = 1.0
-"""Without a launch's start before a fresh fork server is started in the background."""
 SERVER_IDLE_TIMEOUT_S = 600.0
 """Without a launch before a fork server ends; the next cell starts one again."""
-LINK_BEAT_S = 1.0
-"""Between two of ZeroMQ's heartbeats on a link between machines, in both directions."""
-LINK_SILENCE_S = 4.0
-"""Without an answer to a heartbeat before ZeroMQ ends a connection, and its node is lost."""
-LINK_CONNECT_TIMEOUT_S = 20.0
-"""For an agent to connect to the kernel, and to prove itself."""
-LINK_READ_S = 0.05
-"""Longest time that the thread of a link reads without sending."""
-LINK_RETRY_S = 0.002
-"""Before messages are sent that ZeroMQ has not taken."""
-LINK_CLOSE_S = 1.0
-"""For the last message of an agent to be sent."""
 QUEUE_POLL_S = 1.0
 """Between two questions about a queued job."""
-NEW_JOB_POLL_S = 0.1
-"""The same, while the job's number is not known: agents may start within a second."""
 PROGRAM_TIMEOUT_S = 20.0
 """For a program of an engine to answer, such as squeue or ``ssh -G``."""
-RAY_PROBE_TIMEOUT_S = 5.0
-"""For the address of a Ray cluster to accept a connection: Ray itself would try for minutes."""
-RAY_CONNECT_TIMEOUT_S = 60.0
-"""For Ray's driver to connect to its cluster: it imports Ray first."""
-NODES_START_TIMEOUT_S = 120.0
-"""For the agents of a set of nodes to join, once the nodes are there: they import torch."""
 NODES_CANCEL_TIMEOUT_S = 5.0
 """After an interrupt or a release, for the wait for nodes to end, with what it has started."""
 NODES_POLL_S = 0.2
 """Between two looks at an engine that has not yet started all agents."""
-PLACED_TIMEOUT_S = 130.0
-"""For an agent to get the processes that start ranks: its fork server may have to start first."""
 AGENT_EXIT_TIMEOUT_S = 3.0
 """For agents to exit that were told to, before what has started them is ended."""
-AGENT_POLL_S = 0.05
-"""Between two reads of the files of an agent's ranks."""
-AGENT_IDLE_POLL_S = 0.5
-"""The same while nothing is written."""
-AGENT_OBSERVE_S = 0.5
-"""Between two looks at what the ranks of a node have counted."""
-REAPER_READ_TIMEOUT_S = 10.0
-"""For the reaper to read what it was sent before."""
-DUMP_QUIET_S = 0.2
-"""Without growth before faulthandler's dump counts as complete: it has no end mark."""
 
 
 # ------------------------------------------------------------------ launch: groups, tasks, stopping
@@ -132,8 +94,6 @@ STACKS_QUEUE_TIMEOUT_S = 4.0
 """For a supervisor to start on a request for stacks: an earlier one may be pending."""
 KILLED_LAUNCH_TIMEOUT_S = 3.0
 """For a launch to end that an interrupt has killed during its start."""
-RENDEZVOUS_TIMEOUT_S = 300.0
-"""For an operation on the launch's TCPStore."""
 
 
 # ------------------------------------------------------------------ launch: debugging

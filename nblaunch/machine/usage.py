@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import psutil
 
-from nblaunch.machine.processes import LISTS_PROCESSES
+from nblaunch.machine import processes
 
 _log = logging.getLogger(__name__)
 Unit = Literal["share", "bytes"]
@@ -49,14 +49,15 @@ class Usage:
 
 
 class Sampler:
-    """Samples the ranks of one launch, about once a second and from one thread.
+    """Samples the ranks of one launch on this machine, about once a second and from one thread.
 
-    Args:
-        device: Device of the launch, ``"cpu"`` or ``"cuda"``. Only CUDA uses NVML.
-        environment: Environment of the ranks. Default: that of this process.
+    `pid_of` returns the pid of a rank in any thread, 0 before it has started. The `first` rank has the first GPU.
     """
 
-    def __init__(self, device: str, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, pid_of: Callable[[int], int], device: str, environment: Mapping[str, str] = os.environ, first: int = 0
+    ) -> None:
+        self._pid_of, self._first = pid_of, first
         self._gpus = _Gpus(environment) if device.startswith("cuda") else None
         self._processes: dict[int, psutil.Process] = {}
         self._seconds: dict[int, float] = {}
@@ -65,12 +66,9 @@ class Sampler:
         """Pids of the ranks at the last sample."""
         self._time = 0.0
 
-    def sample(self, pids: Mapping[int, int]) -> list[Usage]:
-        """Return the current usage of each rank.
-
-        Args:
-            pids: The pid of each live rank.
-        """
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the current usage of those of these ranks that have a process."""
+        pids = {rank: pid for rank in ranks if (pid := self._pid_of(rank)) and processes.alive(pid)}
         now = time.monotonic()
         elapsed, self._time = now - self._time, now
         groups = _groups(pids.values())
@@ -82,7 +80,6 @@ class Sampler:
         return usages
 
     def close(self) -> None:
-        """Shut NVML down."""
         if self._gpus is not None:
             self._gpus.close()
 
@@ -93,11 +90,10 @@ class Sampler:
             seconds += spent
             memory += resident
         cpu = seconds / elapsed if leader in self._leaders and elapsed > 0 else 0.0
-        gpu, gpu_memory = (None, None) if self._gpus is None else self._gpus.usage(rank, members)
+        gpu, gpu_memory = (None, None) if self._gpus is None else self._gpus.usage(rank - self._first, members)
         return Usage(rank, cpu, memory, gpu, gpu_memory)
 
     def _sample_process(self, pid: int) -> tuple[float, int]:
-        """Return the CPU seconds of a process since its last sample, or its start, and its resident bytes."""
         try:
             process = self._processes.get(pid) or psutil.Process(pid)
             self._processes[pid] = process
@@ -111,9 +107,8 @@ class Sampler:
 
 
 def _groups(leaders: Collection[int]) -> dict[int, list[int]]:
-    """Return the processes of each leader's group."""
     groups: dict[int, list[int]] = {leader: [] for leader in leaders}
-    if not LISTS_PROCESSES:
+    if not processes.LISTS_PROCESSES:
         return {leader: [leader] for leader in leaders}
     for pid in psutil.pids():
         with suppress(OSError):
@@ -193,15 +188,10 @@ class _Gpus:
 
 
 def visible_devices(variable: str | None, count: int) -> list[int | str]:
-    """Return the devices that ``CUDA_VISIBLE_DEVICES`` names, as CUDA and torch read it.
+    """Return which of `count` devices ``CUDA_VISIBLE_DEVICES`` names, as CUDA and torch read it.
 
-    Args:
-        variable: Value of the variable; None if it is not set.
-        count: Number of devices.
-
-    Returns:
-        Indices, or UUIDs of devices (``GPU-…``) or slices (``MIG-…``). The list ends before the first unknown
-        device, and is empty if a device is named twice.
+    They are indices, or UUIDs of devices (``GPU-…``) or slices (``MIG-…``). The list ends before the first unknown
+    device, and is empty if a device is named twice.
     """
     if variable is None:
         return list(range(count))

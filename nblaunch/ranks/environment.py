@@ -129,24 +129,24 @@ def apply_spec(spec: RankSpec) -> None:
     os.environ.clear()
     os.environ.update(spec.env)
     time.tzset()
-    os.umask(spec.umask)
+    os.umask(spec.process.umask)
     with contextlib.suppress(OSError):  # the directory is gone: stay here
-        os.chdir(spec.cwd)
+        os.chdir(spec.process.cwd)
         # spawned children start there, and find the notebook's own modules
-        multiprocessing.process.ORIGINAL_DIR = spec.cwd  # type: ignore[attr-defined]  # typeshed leaves it out
+        multiprocessing.process.ORIGINAL_DIR = spec.process.cwd  # type: ignore[attr-defined]  # typeshed leaves it out
     apply_interpreter(spec)
 
 
 def apply_interpreter(spec: RankSpec) -> None:
     """Apply the part of the environment that a fresh interpreter needs as well."""
-    sys.path[:] = spec.sys_path
-    sys.argv[:] = spec.argv
-    for kind, soft, hard in spec.limits:
+    sys.path[:] = spec.process.sys_path
+    sys.argv[:] = spec.process.argv
+    for kind, soft, hard in spec.process.limits:
         with contextlib.suppress(OSError, ValueError):  # a hard limit may only be lowered
             resource.setrlimit(kind, (soft, hard))
-    if spec.cpus:  # before the first thread, which inherits the affinity
+    if spec.process.cpus:  # before the first thread, which inherits the affinity
         with contextlib.suppress(OSError):  # these CPUs have been taken from the container
-            os.sched_setaffinity(0, spec.cpus)
+            os.sched_setaffinity(0, spec.process.cpus)
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own
     processes.raise_oom_score()

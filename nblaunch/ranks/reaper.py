@@ -179,14 +179,14 @@ class _Reaper:
     def spawn(self, spec: RankSpec, fd: int) -> int:
         parent = os.getpid()
         tracker = named_resources.tracker()
-        command = [sys.executable, "-c", _SPAWN, json.dumps([fd, tracker, spec.sys_path])]
+        command = [sys.executable, "-c", _SPAWN, json.dumps([fd, tracker, spec.process.sys_path])]
 
         def prepare() -> None:
             os.setpgid(0, 0)
-            os.umask(spec.umask)
+            os.umask(spec.process.umask)
             processes.die_with_parent(parent)
 
-        cwd = spec.cwd if os.path.isdir(spec.cwd) else None
+        cwd = spec.process.cwd if os.path.isdir(spec.process.cwd) else None
         with open_log(spec, "out") as out, open_log(spec, "err") as err:
             process = subprocess.Popen(
                 command,

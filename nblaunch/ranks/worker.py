@@ -51,7 +51,7 @@ from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
-from nblaunch.wire.messages import Cell, Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
+from nblaunch.wire.messages import Cell, Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Task
 from nblaunch.wire.session_messages import Names, NamesTaken, Question
 
 _log = logging.getLogger(__name__)
@@ -171,8 +171,6 @@ class _Rank:
         while not is_last and (received := link.next_task()) is not None:
             task, fds = received
             is_last = task.is_last
-            if task.acknowledge:
-                link.send(Taken(spec.rank, task.task))
             if task.log_dir not in ("", self.spec.log_dir):
                 self.turn_to(task.log_dir)
             device, log_dir = task.world.device, self.spec.log_dir

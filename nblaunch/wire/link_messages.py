@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nblaunch.machine.inventory import Machine, Process
+from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_code import OwnFile
-from nblaunch.wire.messages import Done, Failed, RankExited, Task
+from nblaunch.wire.messages import Done, Failed, Order, RankExited
 from nblaunch.wire.tables import Begun, Dropped
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Part = bytes | memoryview
 """Of a message."""
 Proof = Literal["", "munge"]
-LINK_PROTOCOL = 3
+LINK_PROTOCOL = 4
 """Bump it whenever one of these messages changes."""
 
 
@@ -113,17 +113,10 @@ class Place:
     """Get the processes that start the ranks of a group on this node."""
 
     group: str
-    world_size: int
-    ranks: range
-    method: str
-    process: Process
-    env: Mapping[str, str]
-    named: Sequence[str]
-    log_dir: str
-    """The kernel's, which names the agent's own."""
-    is_kept: bool
+    order: Order
+    """Of the ranks of this node. Its directory is the kernel's, which names the agent's own."""
     serves_store: bool
-    modules: Sequence[OwnFile] = ()
+    modules: Sequence[OwnFile]
     """The user's own, which the ranks may import."""
 
 
@@ -136,60 +129,14 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Start every rank of the node."""
-
-    group: str
-    environments: Mapping[int, Mapping[str, str]]
-    """By rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Start a kept rank again that has exited."""
-
-    group: str
-    rank: int
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class SendTasks:
-    """Send the ranks of the node their tasks."""
-
-    group: str
-    tasks: Sequence[Task]
-    parcel: Sequence[Blob]
-
-
-@dataclass(frozen=True, slots=True)
-class AskStacks:
-    """Ask a rank for its stacks."""
-
-    group: str
-    rank: int
-    signal_after_s: float
-    """Send it a signal if it has not answered by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """Begin to measure the ranks once a second, or end."""
-
-    group: str
-    device: str
-    """Empty: end."""
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """Call a method of a rank's `engines.protocol.Worker`, or of the `Workers` of the node."""
+    """Call a method of `engines.agent.AgentGroup`; else of the `engines.protocol.Workers` or `Worker` that it has."""
 
     group: str
-    method: Literal["interrupt", "free", "tell", "signal", "let_go", "dismiss", "abandon"]
+    method: str
     arguments: Sequence[Any] = ()
     rank: int | None = None
-    """None: of the workers."""
+    """The rank that it is about; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +146,7 @@ class Release:
     group: str
 
 
-ToGroup = Place | Files | Start | Restart | SendTasks | AskStacks | Measure | Call | Release
+ToGroup = Place | Files | Call | Release
 
 
 # ------------------------------------------------------------------ groups, agent -> kernel

@@ -7,13 +7,14 @@ user code.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nblaunch.machine.inventory import Process
 from nblaunch.wire.session_messages import NamesTaken, SentName
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 Method = Literal["forkserver", "spawn", "fork"]
@@ -62,14 +63,7 @@ class RankSpec:
     local_world_size: int
     method: Method
     env: dict[str, str]
-    cwd: str
-    sys_path: tuple[str, ...]
-    argv: tuple[str, ...]
-    umask: int
-    limits: tuple[tuple[int, int, int], ...]
-    """(resource, soft, hard) for ``resource.setrlimit``."""
-    cpus: tuple[int, ...]
-    """For ``os.sched_setaffinity``; empty on systems without it."""
+    process: Process
     log_dir: str
     scratch: str
     """Directory for temporary files and sockets; removed with the launch."""
@@ -173,8 +167,6 @@ class Task:
     task: int
     """The task's number, from 1; higher than that of every task before it."""
     world: World
-    acknowledge: bool = False
-    """Whether the rank must reply with `Taken`."""
     log_dir: str = ""
     """The folder for a kept rank's output and reports during the task; empty: that of the previous task."""
     joins: bool = True
@@ -183,14 +175,6 @@ class Task:
     takes_part: bool = True
     """Whether the rank runs it; else it returns None at once."""
     debugging: Debugging = field(default_factory=Debugging)
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Rank -> kernel: the task has arrived, and its descriptors are no longer in flight."""
-
-    rank: int
-    task: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,3 +429,26 @@ class Look:
 
 FromDebugger = Opened | Printed | Asked | Closed
 ToDebugger = Typed | Look
+
+
+# ------------------------------------------------------------------ engines
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The group that an engine is to place."""
+
+    launch_id: str
+    world_size: int
+    ranks: Sequence[range]
+    """The ranks of each node that the engine places."""
+    method: str
+    """As `Engine.usable` returns it."""
+    process: Process
+    envs: Sequence[Mapping[str, str]]
+    """The environment of the ranks of each node, without the variables that differ by rank."""
+    named: Sequence[str]
+    """Variables that the user has set with ``env=``."""
+    log_dir: str
+    payload: Payload | None = None
+    """For an engine whose ranks share the notebook's memory."""
+    is_kept: bool = False
+    """Whether the ranks stay for many tasks, and can be restarted one by one."""

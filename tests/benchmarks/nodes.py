@@ -30,7 +30,7 @@ from nblaunch.engines import current
 from nblaunch.engines.command_starter import Command, CommandStarter
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.nodes import NodeWorkers
-from nblaunch.engines.protocol import Order, Received, Worker
+from nblaunch.engines.protocol import Received, Worker
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch import frontend
 from nblaunch.launch.commands import Commands
@@ -38,7 +38,7 @@ from nblaunch.launch.handle import Launch
 from nblaunch.launch.views import Event, RanksChanged, RanksPlaced, View
 from nblaunch.machine.inventory import this_process
 from nblaunch.wire.link_messages import Boot
-from nblaunch.wire.messages import Running, Swept, Task, World
+from nblaunch.wire.messages import Order, Running, Swept, Task, World
 from tests.benchmarks.scale import slope
 
 RANKS = 8

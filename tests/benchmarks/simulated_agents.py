@@ -22,9 +22,8 @@ from pathlib import Path
 
 import zmq
 
-from nblaunch.engines.blob_store import parts_of
-from nblaunch.engines.link import JOIN, Message, Outbox, configure, versions_here
-from nblaunch.machine import timeouts
+from nblaunch.engines.agent import AGENT_OBSERVE_S, AGENT_POLL_S
+from nblaunch.engines.link import JOIN, Message, Outbox, configure, parts_of, versions_here
 from nblaunch.machine.inventory import Machine
 from nblaunch.transfer.parcel import pack
 from nblaunch.wire.launch_files import RankFile, rank_file
@@ -41,12 +40,10 @@ from nblaunch.wire.link_messages import (
     Place,
     Placed,
     Release,
-    SendTasks,
-    Start,
     Written,
     in_other_clock,
 )
-from nblaunch.wire.messages import Done, Interrupted, RankExited, RankStarted, Running, Swept, Taken, Task
+from nblaunch.wire.messages import Done, Interrupted, RankExited, RankStarted, Running, Swept, Task
 from nblaunch.wire.tables import Begun
 
 _LINE = b"step 123456: loss 0.123456 accuracy 0.987654 lr 0.001\n"
@@ -76,7 +73,7 @@ class SimulatedAgent:
         self._due: dict[int, float] = {}
         """Lines that each rank has printed and this agent has not sent."""
         self._collectives = 0
-        self._looked_at = time.monotonic() + random.random() * timeouts.AGENT_POLL_S
+        self._looked_at = time.monotonic() + random.random() * AGENT_POLL_S
         self._observed_at = self._reported_at = self._looked_at + random.random()
 
     def join(self) -> None:
@@ -94,17 +91,15 @@ class SimulatedAgent:
 
     def _take(self, message: object) -> None:
         if isinstance(message, Place):
-            self._place, self._swept_after = message, len(message.ranks)
+            self._place, self._swept_after = message, len(message.order.ranks[0])
             self._outbox.put(Placed(message.group, store=("10.0.0.0", 1) if message.serves_store else None))
-        elif isinstance(message, Start):
-            for rank in message.environments:
+        elif isinstance(message, Call) and message.method == "start":
+            for rank in message.arguments[0]:
                 self._send((FromGroup(message.group, RankStarted(rank, 1000 + rank)), ()))
-        elif isinstance(message, SendTasks):
+        elif isinstance(message, Call) and message.method == "send_tasks":
             self.seconds -= time.monotonic()
-            for rank, task in zip(self._ranks, message.tasks, strict=True):
+            for rank, task in zip(self._ranks, message.arguments[0], strict=True):
                 self._tasks[rank] = task
-                if task.acknowledge:
-                    self._send((FromRank(message.group, rank, Taken(rank, task.task)), ()))
                 self._send((FromRank(message.group, rank, Running(rank, task.task)), ()))
         elif isinstance(message, Call) and message.method == "interrupt" and message.rank in self._tasks:
             self._outbox.put_in(message.group, self._end(message.group, message.rank))
@@ -114,7 +109,7 @@ class SimulatedAgent:
     @property
     def _ranks(self) -> range:
         assert self._place is not None
-        return self._place.ranks
+        return self._place.order.ranks[0]
 
     def _send(self, *messages: Message) -> None:
         assert self._place is not None
@@ -139,7 +134,7 @@ class SimulatedAgent:
 
     def step(self, now: float) -> None:
         """Send on what the ranks have printed, reported and begun since the last call."""
-        if now - self._looked_at >= timeouts.AGENT_POLL_S:
+        if now - self._looked_at >= AGENT_POLL_S:
             lines, self._looked_at = self._lines * (now - self._looked_at), now
             self._print(lines)
         if now - self._reported_at >= 1.0:
@@ -147,7 +142,7 @@ class SimulatedAgent:
             record = {"time": time.time(), "step": 123456, "metrics": {"loss": 0.123456, "accuracy": 0.987654}}
             line = json.dumps(record).encode() + b"\n"
             self._write("spool", dict.fromkeys(self._tasks, line))
-        if now - self._observed_at >= timeouts.AGENT_OBSERVE_S and self._tasks:
+        if now - self._observed_at >= AGENT_OBSERVE_S and self._tasks:
             self._observed_at = now
             self._observe()
         self._outbox.flush(self._write_out)
@@ -171,7 +166,7 @@ class SimulatedAgent:
     def _write(self, stream: RankFile, data: Mapping[int, bytes]) -> None:
         if data and self._place is not None:
             files = [(rank_file("", rank, stream).name, len(each)) for rank, each in data.items()]
-            self._send((Written(self._place.group, self._place.log_dir, files), [b"".join(data.values())]))
+            self._send((Written(self._place.group, self._place.order.log_dir, files), [b"".join(data.values())]))
 
     def _observe(self) -> None:
         assert self._place is not None

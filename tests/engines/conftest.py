@@ -11,8 +11,8 @@ import pytest
 from nblaunch import notebook_launcher
 from nblaunch.engines import current
 from nblaunch.engines.fork_servers import servers
+from nblaunch.engines.local import serve_store
 from nblaunch.engines.node_engine import NodeEngine
-from nblaunch.engines.rendezvous import Rendezvous
 from tests.conftest import eventually
 from tests.engines.agents import MachineStarter
 from tests.engines.machines import Cluster
@@ -27,8 +27,7 @@ NODES = ("machines", 2)
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """Two machines."""
-    with Rendezvous(1):  # libuv keeps a pipe in this process
-        pass
+    serve_store(1)  # libuv keeps a pipe in this process
     made = Cluster(2)
     yield made
     made.close()
@@ -136,8 +135,7 @@ def ssh_hosts(_sshd: SshHosts) -> Iterator[SshHosts]:
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[RayCluster]:
     """A real Ray with two nodes and a head."""
-    with Rendezvous(1):  # as for `cluster`
-        pass
+    serve_store(1)  # as for `cluster`
     made = RayCluster()
     yield made
     made.close()

@@ -191,7 +191,7 @@ def test_a_node_that_leaves_between_two_cells_is_announced(
 def test_a_reaper_that_hangs_does_not_keep_a_launch(launch_alone: Launcher, weak_cluster: Cluster) -> None:
     running = launch_alone(wait_for_each_other, block=False)
     eventually(lambda: running.stacks().keys() == {0, 1})
-    (session,) = current._held["machines", 2]._nodes._groups.values()  # type: ignore[attr-defined]
+    (session,) = current._held["machines", 2]._nodes.groups.values()  # type: ignore[attr-defined]
     sampler = session.sampler("cpu", {})  # as a panel has: its agents send something each second
     weak_cluster[1].run("pkill", "-STOP", "-x", "nblaunch-reaper")
     running.stop()

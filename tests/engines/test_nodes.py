@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import nblaunch
+from nblaunch.engines import fork_servers
 from nblaunch.engines.link import Peer, versions_here
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.nodes import Nodes
 from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError
 from nblaunch.launch.api import preload
-from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.training import TrainConfig, Trainer
 from nblaunch.training.collectives import exchange
@@ -134,7 +134,7 @@ def test_modules_are_imported_ahead_on_every_node(launch: Launcher) -> None:
         return "tabnanny" in sys.modules
 
     def is_there() -> bool:
-        time.sleep(2 * timeouts.BUILD_QUIET_S)  # nothing is built while launches follow one another
+        time.sleep(2 * fork_servers.BUILD_QUIET_S)  # nothing is built while launches follow one another
         return list(launch(has_module)) == [True, True]
 
     assert list(launch(has_module)) == [False, False]
@@ -188,7 +188,7 @@ def test_data_goes_to_each_node_once_and_is_there_once(
     launch: Launcher, held: NodeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = torch.arange(4 << 20, dtype=torch.float32)
-    link: Any = held._nodes._link  # type: ignore[union-attr]
+    link: Any = held._nodes.link  # type: ignore[union-attr]
     send, sent = link._send, Counter[bytes]()
 
     def counting(peer: Peer, parts: Any) -> None:

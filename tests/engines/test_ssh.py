@@ -49,7 +49,7 @@ def test_a_hostfile_names_them_too(ssh_hosts: SshHosts, tmp_path: Path) -> None:
 def test_keys_are_in_no_command_line_and_no_environment(ssh_hosts: SshHosts) -> None:
     launch(f"ssh -F {ssh_hosts.config} n1 n2")
     engine: Any = current.chosen(f"ssh -F {ssh_hosts.config} n1 n2")
-    secret = engine._nodes.boot.secret_key.encode()
+    secret = engine._nodes.link.boot.secret_key.encode()
     for process in Path("/proc").glob("[0-9]*"):
         for file in ("cmdline", "environ"):
             try:

@@ -56,7 +56,7 @@ def test_nvml_sees_what_each_rank_holds(kernel: Kernel) -> None:
     try:
         kernel.run(
             "from nblaunch.machine.usage import Sampler\n"
-            "sampler = Sampler('cuda')\n"
+            "sampler = Sampler(pids.__getitem__, 'cuda')\n"
             "before = sampler.sample(pids)\n"
             f"{GROWS}\n"
             "after = sampler.sample(pids)\n"
@@ -93,7 +93,7 @@ def test_only_the_rank_that_allocates_grows(kernel: Kernel) -> None:
         "    (folder / f'held{rank}').touch()\n"
         "    wait_for(folder / 'end')\n"
         f"{STARTS.replace('holds', 'one_grows')}"
-        "sampler = Sampler('cuda')\n"
+        "sampler = Sampler(pids.__getitem__, 'cuda')\n"
         "before = sampler.sample(pids)\n"
         f"{GROWS}\n"
         "after = sampler.sample(pids)\n"

@@ -14,7 +14,7 @@ import pytest
 
 from nblaunch import notebook_launcher
 from nblaunch.engines.fork_servers import servers
-from nblaunch.engines.rendezvous import Rendezvous
+from nblaunch.engines.local import serve_store
 from tests.conftest import settled_server
 
 Launcher = Callable[..., Any]
@@ -23,8 +23,7 @@ Launcher = Callable[..., Any]
 @pytest.fixture(scope="session", autouse=True)
 def _libuv_met() -> None:
     """From its first loop on libuv keeps a pipe in this process, which is no leak of the test that comes first."""
-    with Rendezvous(1):
-        pass
+    serve_store(1)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ import pytest
 from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import ForkServer, Servers, Where
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire import BELOW_AGENT
@@ -69,7 +68,7 @@ def test_ranks_are_spawned_if_the_fork_server_never_gets_ready(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     if way == "hangs":
-        monkeypatch.setattr(timeouts, "SERVER_START_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(fork_servers, "SERVER_START_TIMEOUT_S", 2.0)
     before = marked_processes()
     message = f"cannot be used, so ranks are spawned, which is slower: the fork server did not start.*{reason}"
     with pytest.warns(UserWarning, match=message) as said:

@@ -20,7 +20,6 @@ import pytest
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import ForkServer, Servers, Where
-from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.machine.processes import descendants
 from tests.conftest import LONG, eventually
@@ -35,8 +34,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     """Servers of the test's own."""
     servers = Servers()
     monkeypatch.setattr("nblaunch.engines.local.servers", servers)
-    monkeypatch.setattr("nblaunch.engines.local_workers.servers", servers)
-    monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
+    monkeypatch.setattr(fork_servers, "BUILD_QUIET_S", 0.1)
     yield servers
     servers.stop()
     eventually(lambda: servers._builder is None)
@@ -137,7 +135,7 @@ def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Ca
 def test_a_build_that_hangs_costs_only_itself(
     own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeouts, "PRELOAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(fork_servers, "PRELOAD_TIMEOUT_S", 1.0)
     soon(HANGS)
     launched(os.getpid)
     eventually(lambda: has_built(own), LONG, own.status)
@@ -235,7 +233,7 @@ def be_a_kernel(stage: str, folder: str) -> None:
     (site / "fine.py").write_text("")
     sys.path.insert(0, str(site))
     servers = fork_servers.servers
-    timeouts.BUILD_QUIET_S = 0.0
+    fork_servers.BUILD_QUIET_S = 0.0
     fork_servers._SOON = ()
     servers.warm_up()
     servers.preload(["hangs" if stage == STAGES[0] else "fine"], Where.here())

@@ -19,7 +19,6 @@ from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import ForkServer, Servers, servers
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
-from nblaunch.machine import timeouts
 from nblaunch.machine.packages import KNOWN_SAFE
 from tests.conftest import LONG, eventually, present_server
 
@@ -69,7 +68,7 @@ def own(site: Path) -> Iterator[Servers]:
     """The servers of all tests, which here are built at once and have no compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_servers, "_SOON", ())
-        patch.setattr(timeouts, "BUILD_QUIET_S", 0.02)
+        patch.setattr(fork_servers, "BUILD_QUIET_S", 0.02)
         servers.stop()  # what other files have had imported soon counts as packages now
         yield servers
         servers.stop()
@@ -221,7 +220,7 @@ def test_packages_that_ranks_must_not_share_are_left_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "hangs":
-        monkeypatch.setattr(timeouts, "PRELOAD_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(fork_servers, "PRELOAD_TIMEOUT_S", 2.0)
     own.preload([name])
     had(own, "recorder")
     reason = BAD[name][1]

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.engines.current import engine
-from nblaunch.engines.local_workers import LocalWorkers
-from nblaunch.engines.protocol import Order
+from nblaunch.engines.local import LocalWorkers
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
@@ -29,7 +28,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views import NullView
 from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.parcel import unpack
-from nblaunch.wire.messages import Look
+from nblaunch.wire.messages import Look, Order
 from tests.conftest import LONG, eventually
 
 
@@ -44,7 +43,7 @@ class Group:
         opened.callback(self.commands.close)
         plan, here = self.plan, this_process()
         order = Order(
-            "several", 2, plan.ranks, plan.method, here, plan.envs, plan.named, str(files.directory), is_kept=True
+            "several", 2, plan.ranks, "forkserver", here, plan.envs, plan.named, str(files.directory), is_kept=True
         )
         self.workers = engine.place(order, self.commands)
         assert isinstance(self.workers, LocalWorkers)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Store, Stream, Wakeup
+from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Received, Store, Stream, Wakeup
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.messages import (
@@ -17,6 +17,7 @@ from nblaunch.wire.messages import (
     Interrupted,
     Leaving,
     NotStarted,
+    Order,
     RankExited,
     RankStarted,
     Running,
@@ -277,12 +278,6 @@ class FakeEngine:
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
         return [Machine(0, 2, "linux", {})]
 
-    def resolve(self, method: str) -> str:
-        return "scripted"
-
-    def check_kept(self, method: str) -> None:
-        """Scripted ranks can stay."""
-
     def usable(
         self,
         method: str,
@@ -291,7 +286,7 @@ class FakeEngine:
         cuda_cell: Callable[[], str],
         show: Callable[[str], None] = lambda text: None,
     ) -> str:
-        return method
+        return "scripted"
 
     def shares_memory(self, method: str) -> bool:
         return False
@@ -299,15 +294,6 @@ class FakeEngine:
     def place(self, order: Order, wakeup: Wakeup) -> FakeWorkers:
         self.orders.append(order)
         return self.workers
-
-    def prepare_next(self) -> None:
-        """Nothing to prepare."""
-
-    def warm_up(self) -> None:
-        """Nothing to prepare."""
-
-    def refresh(self) -> None:
-        """Nothing to refresh."""
 
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
         """Nothing to import."""

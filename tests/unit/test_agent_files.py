@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.engines.agent_files import _PIECE_BYTES, AgentFiles, AgentFolder
+from nblaunch.engines.agent import _PIECE_BYTES, AgentFiles, AgentFolder
 from nblaunch.engines.link import Message
 from nblaunch.wire import launch_files
 from nblaunch.wire.launch_files import output_file, rank_file

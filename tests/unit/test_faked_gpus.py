@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch.engines.kernel_fork import check_fork
+from nblaunch.engines.local import check_fork
 from nblaunch.errors import StartError
 from nblaunch.launch.failures import Account, exception_for
 from nblaunch.launch.output.log_directory import LaunchFiles

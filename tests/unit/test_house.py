@@ -217,7 +217,7 @@ def test_imports_by_name_are_found(tmp_path: Path) -> None:
 def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
     allowed = tuple(f"nblaunch.{name}" for name in ("errors", room, *BELOW[room]))
     also = {
-        ("kernel_fork.py", "fork_kernel"): ("nblaunch.ranks",),  # its child becomes a reaper
+        ("local.py", "fork_kernel"): ("nblaunch.ranks",),  # its child becomes a reaper
         ("distribute.py", "nblaunch"): ("nblaunch",),
         ("errors.py", ""): ("nblaunch.machine.own_code",),  # which imports nothing of ours
     }
@@ -242,10 +242,10 @@ def test_the_kernel_imports_what_its_child_needs_before_it_forks() -> None:
     """Another thread may hold an import's lock at the fork, and the child would wait for it without end."""
     assert (
         python(
-            "import os, sys; from nblaunch.engines import kernel_fork\n"
+            "import os, sys; from nblaunch.engines import local\n"
             "os.fork = lambda: sys.exit("
-            "print('nblaunch.ranks.worker' in sys.modules, kernel_fork._fork_lock.locked()))\n"
-            "kernel_fork.fork_kernel(None)"
+            "print('nblaunch.ranks.worker' in sys.modules, local._fork_lock.locked()))\n"
+            "local.fork_kernel(None)"
         )
         == "True True"
     )

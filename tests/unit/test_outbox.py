@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from nblaunch.engines.blob_store import PART_BYTES, BlobStore, parts_of
-from nblaunch.engines.link import Outbox
+from nblaunch.engines.link import PART_BYTES, BlobStore, Outbox, parts_of
 from nblaunch.wire.channel import write_blob
 from nblaunch.wire.link_messages import BlobPart
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import nblaunch
-from nblaunch.engines.stack_files import StackFile
+from nblaunch.engines.rank_files import StackFile
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.inspector import Inspector

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from nblaunch.engines.local_sampler import LocalSampler
 from nblaunch.machine.usage import Sampler, Usage, visible_devices
 from nblaunch.notebook.cell_display import UsageMeter
 from tests.conftest import LONG, eventually
@@ -58,13 +57,13 @@ def groups() -> Iterator[Any]:
 
 def test_a_child_of_a_rank_counts_as_the_rank(groups: Any) -> None:
     idle, busy = groups(IDLE), groups(BUSY_CHILD)
-    sampler = Sampler("cpu")
-    samples = [sampler.sample({0: idle, 1: busy})]
+    sampler = Sampler([idle, busy].__getitem__, "cpu")
+    samples = [sampler.sample([0, 1])]
     own = psutil.Process(busy).memory_info().rss
 
     def look() -> bool:
         psutil.cpu_percent(interval=0.2)  # the clock ticks a hundred times a second
-        samples.append(sampler.sample({0: idle, 1: busy}))
+        samples.append(sampler.sample([0, 1]))
         return samples[-1][1].cpu > 0.2 and samples[-1][1].memory > own + HELD
 
     eventually(look, LONG, lambda: samples[-1])
@@ -83,23 +82,12 @@ def test_values_that_are_not_known_are_not_shown() -> None:
 
 def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
     pid = groups(BUSY_CHILD)
-    sampler = Sampler("cpu")
-    sampler.sample({0: pid, 1: NO_PID})
+    sampler = Sampler([pid, 0, NO_PID].__getitem__, "cpu")
+    assert [usage.rank for usage in sampler.sample([0, 1, 2])] == [0]  # the others have no process
     os.killpg(pid, signal.SIGKILL)
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # not reaped yet
-    eventually(lambda: sampler.sample({0: pid})[0].memory == 0)  # its child ends apart
-
-    ended, never = sampler.sample({0: pid, 1: NO_PID})
-
-    assert (ended.memory, never) == (0, Usage(1, 0.0, 0, None, None))
-    assert sampler.sample({}) == []
-
-
-def test_ranks_without_a_process_are_left_out(groups: Any) -> None:
-    pids = {0: groups(IDLE), 1: 0, 2: NO_PID}
-    sampler = LocalSampler(pids.__getitem__, "cpu", {}, 0)
-    assert [usage.rank for usage in sampler.sample([0, 1, 2])] == [0]
-    sampler.close()
+    eventually(lambda: sampler.sample([0])[0].memory == 0)  # its child ends apart
+    assert sampler.sample([]) == []
 
 
 def test_a_meter_follows_the_group_that_a_restart_has_made() -> None:
@@ -122,7 +110,7 @@ def test_a_pid_that_ends_between_two_looks_is_no_error(groups: Any, monkeypatch:
     monkeypatch.setattr(psutil, "pids", lambda: [pid, NO_PID])
     monkeypatch.setattr(os, "getpgid", lambda asked: pid)
 
-    (usage,) = Sampler("cpu").sample({0: pid})
+    (usage,) = Sampler(lambda rank: pid, "cpu").sample([0])
 
     assert usage.memory > 0
 
@@ -131,8 +119,8 @@ def test_without_cuda_no_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
 
-    sampler = Sampler("cpu")
-    sampler.sample({0: os.getpid()})
+    sampler = Sampler(lambda rank: os.getpid(), "cpu")
+    sampler.sample([0])
     sampler.close()
 
     assert nvml.calls == []
@@ -195,8 +183,8 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 def numbers(visible: str | None, *ranks: int) -> list[tuple[float | None, int | None]]:
     """What the GPUs of these ranks do, all of them this process."""
-    sampler = Sampler("cuda", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    usages = sampler.sample(dict.fromkeys(ranks, os.getpid()))
+    sampler = Sampler(lambda rank: os.getpid(), "cuda", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    usages = sampler.sample(ranks)
     sampler.close()
     return [(usage.gpu, usage.gpu_memory) for usage in usages]
 
@@ -233,8 +221,8 @@ def test_gpus_of_two_kinds_have_figures_in_a_known_order(
     """NVML counts along the bus, and CUDA from the fastest: another GPU's figures would be worse than none."""
     nvml.names = ["T4", "H100"]
     given = {"CUDA_DEVICE_ORDER": order, "CUDA_VISIBLE_DEVICES": visible}
-    sampler = Sampler("cuda", {name: value for name, value in given.items() if value is not None})
-    (usage,) = sampler.sample({0: os.getpid()})
+    env = {name: value for name, value in given.items() if value is not None}
+    (usage,) = Sampler(lambda rank: os.getpid(), "cuda", env).sample([0])
     assert (usage.gpu, usage.gpu_memory) == expected
 
 
@@ -244,7 +232,7 @@ def test_a_rank_holds_what_its_own_processes_hold(nvml: FakeNvml, groups: Any) -
     held = {pid: 300, child.pid: 40, os.getpid(): 5000}
     nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in held.items()]
 
-    (usage,) = Sampler("cuda", {}).sample({0: pid})
+    (usage,) = Sampler(lambda rank: pid, "cuda", {}).sample([0])
 
     assert usage.gpu_memory == 340
 
@@ -252,7 +240,7 @@ def test_a_rank_holds_what_its_own_processes_hold(nvml: FakeNvml, groups: Any) -
 def test_memory_of_other_processes_is_not_the_ranks(nvml: FakeNvml, groups: Any) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=5000)]
 
-    (usage,) = Sampler("cuda", {}).sample({0: groups(IDLE)})
+    (usage,) = Sampler([groups(IDLE)].__getitem__, "cuda", {}).sample([0])
 
     assert usage.gpu_memory == 0
 
@@ -260,7 +248,7 @@ def test_memory_of_other_processes_is_not_the_ranks(nvml: FakeNvml, groups: Any)
 def test_pids_of_another_namespace_may_exist_here_by_chance(nvml: FakeNvml, groups: Any) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=5000) for pid in (os.getpid(), NO_PID)]
 
-    (usage,) = Sampler("cuda", {}).sample({0: groups(IDLE)})
+    (usage,) = Sampler([groups(IDLE)].__getitem__, "cuda", {}).sample([0])
 
     assert usage.gpu_memory == 1000
 
@@ -296,14 +284,14 @@ def test_without_nvml_there_are_no_numbers_of_gpus(monkeypatch: pytest.MonkeyPat
 
 
 def test_nvml_is_begun_once_and_ended_once(nvml: FakeNvml) -> None:
-    sampler = Sampler("cuda", {})
+    sampler = Sampler(lambda rank: os.getpid(), "cuda", {})
     for _ in range(3):
-        sampler.sample({0: os.getpid()})
+        sampler.sample([0])
     sampler.close()
     sampler.close()
 
     assert (nvml.calls.count("nvmlInit"), nvml.calls.count("nvmlShutdown")) == (1, 1)
-    assert sampler.sample({0: os.getpid()})[0].gpu is None
+    assert sampler.sample([0])[0].gpu is None
 
 
 @pytest.mark.parametrize(
