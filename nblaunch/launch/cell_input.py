@@ -17,20 +17,18 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.text_view import is_terminal
 from nblaunch.launch.views import Note, Stream, View
 from nblaunch.machine import timeouts
-from nblaunch.wire.messages import Debugging, Payload, Source
-from nblaunch.wire.session_messages import Question
+from nblaunch.wire.messages import (
+    Debugging,
+    Payload,
+    Question,
+    Source,
+)
 
 _log = logging.getLogger(__name__)
 
 
 def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> DebugConsole:
-    """Return the console of a launch that the current thread starts.
-
-    Args:
-        plan: Its settings.
-        payload: What it runs.
-        sources: The cells that define that.
-    """
+    """Return the console of a launch that the current thread starts."""
     can_type = host().can_type() and threading.current_thread() is threading.main_thread()
     is_question = isinstance(payload.function, Question)
     post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
@@ -39,12 +37,7 @@ def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> 
 
 
 class CellInput:
-    """See the module.
-
-    Args:
-        console: The console of the launch.
-        view: Shows the launch.
-    """
+    """See the module."""
 
     def __init__(self, console: DebugConsole, view: View) -> None:
         self._console, self._view = console, view
@@ -58,18 +51,14 @@ class CellInput:
         """Writes to the cell that waits, from any thread."""
 
     def begin(self, *, blocking: bool) -> None:
-        """Begin the launch; `blocking`: its caller calls `wait` at once."""
+        """Begin the launch; `blocking`: its caller waits at once."""
         console, self._is_attended = self._console, blocking
         console.on_step = self._meanwhile
         if not (blocking or self._view.shows_notes):  # no one would see that a rank waits
             console.debugging = replace(console.debugging, can_type=False)
 
     def wait(self, over: threading.Event, timeout: float | None) -> bool:
-        """Wait as `Frontend.wait` does, and let the user debug meanwhile, if this is the main thread.
-
-        Raises:
-            KeyboardInterrupt: The user has interrupted the cell.
-        """
+        """Wait as `Frontend.wait` does, and let the user debug meanwhile, if this is the main thread."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if threading.current_thread() is not threading.main_thread():
             return host().wait(over, timeout)
@@ -99,11 +88,7 @@ class CellInput:
             sys.stdout.flush()
 
     def _read(self, prompt: Prompt) -> str | None:
-        """Read a line; None at the end of the input.
-
-        Raises:
-            KeyboardInterrupt: The user has interrupted the cell.
-        """
+        """Read a line; None at the end of the input."""
         try:
             self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
             self._reading = prompt

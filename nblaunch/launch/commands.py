@@ -8,12 +8,9 @@ from concurrent.futures import Future
 
 
 class Commands:
-    """Requests to a supervisor: stop, kill, stacks. Thread-safe, and safe after the launch has ended.
+    """Requests to a supervisor, which `fileno` wakes. Thread-safe, and safe after the launch has ended.
 
     Attributes:
-        stop: Stop the ranks.
-        kill: Skip their grace period.
-        stacks: Show the stacks of the ranks in the view.
         interrupts_to_kill: How many more interrupts of the caller kill the ranks; 0: none does, as no caller waits.
     """
 
@@ -29,7 +26,6 @@ class Commands:
         self._write.setblocking(False)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable after a request."""
         return self._read.fileno()
 
     def ask(self, *, kill: bool = False) -> None:
@@ -40,17 +36,12 @@ class Commands:
             self._wake()
 
     def ask_stacks(self) -> None:
-        """Show the stacks of the ranks in the view."""
         with self._lock:
             self.stacks = True
             self._wake()
 
     def want_stacks(self, timeout: float) -> Future[dict[int, str]]:
-        """Return a future of the stacks by rank; empty if the launch ends first.
-
-        Args:
-            timeout: Seconds for each rank to answer.
-        """
+        """Return a future of the stacks by rank, which have `timeout` to answer; empty if the launch ends first."""
         future: Future[dict[int, str]] = Future()
         with self._lock:
             if self._write.fileno() < 0:
@@ -68,7 +59,6 @@ class Commands:
             return taken
 
     def wake(self) -> None:
-        """Let the supervisor look at what it has to do."""
         with self._lock:
             self._wake()
 
@@ -80,7 +70,6 @@ class Commands:
                 return  # the buffer is full of wakeups
 
     def clear(self) -> None:
-        """Read the wakeups."""
         try:
             self._read.recv(4096)
         except BlockingIOError:

@@ -101,22 +101,15 @@ class _OpenDebugger:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A line that the console waits for."""
+    """A line that the console waits for, with a number of its own."""
 
     number: int
-    """Different for each line."""
     text: str
     is_secret: bool
 
 
 class DebugConsole:
-    """See the module. Thread-safe.
-
-    Args:
-        world_size: The number of ranks.
-        sources: The cells that define what the ranks run, by file name.
-        debugging: What the ranks do where they would stop for the user. Default: no one can type.
-        clock: Returns seconds. Default: ``time.monotonic``.
+    """See the module. Thread-safe. Without `debugging`, no one can type.
 
     Attributes:
         paused_s: How long debuggers were open, in all attempts: time limits do not count it.
@@ -165,12 +158,7 @@ class DebugConsole:
 
     # -------------------------------------------------------------- the supervisor
     def begin(self, task: int, wake: Callable[[], None]) -> None:
-        """Begin a task, or an attempt of it.
-
-        Args:
-            task: Its number.
-            wake: Makes the supervisor call `outgoing`.
-        """
+        """Begin the task of this number, or an attempt of it. `wake` makes the supervisor call `outgoing`."""
         with self._lock:
             self._task, self._wake = task, wake
             self._left.clear()
@@ -180,7 +168,6 @@ class DebugConsole:
             self._close_all()
 
     def take(self, message: FromDebugger) -> None:
-        """Take a message of a rank."""
         with self._lock:
             open_here = self._open.setdefault(message.rank, [])
             if isinstance(message, Opened):
@@ -220,7 +207,7 @@ class DebugConsole:
 
         Args:
             fates: For each of these ranks, returns how it has failed; empty if it has not.
-            is_stopping: Whether the task is being stopped: failures are no news. Default: False.
+            is_stopping: The task is being stopped: failures are no news.
         """
         with self._lock:
             for rank, fate in fates.items():
@@ -248,7 +235,6 @@ class DebugConsole:
         self.on_step()
 
     def outgoing(self) -> Iterator[tuple[int, ToDebugger]]:
-        """Return the messages to send, by rank."""
         with self._lock:
             taken, self._outgoing = self._outgoing, deque()
         return iter(taken)
@@ -370,12 +356,7 @@ class DebugConsole:
 
     # -------------------------------------------------------------- the user
     def type(self, number: int, line: str | None) -> None:
-        """Take the line that a prompt waits for. No effect if the prompt has ended, as with its rank.
-
-        Args:
-            number: Of the prompt.
-            line: What was typed; None: the end of the input.
-        """
+        """Take the line (None: the end of the input) for a prompt. No effect if the prompt has ended."""
         with self._lock:
             if self._prompt is None or self._prompt.number != number or self._front is None:
                 return

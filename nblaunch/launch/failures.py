@@ -1,4 +1,4 @@
-"""The exception that the notebook raises for a failed task: the user's own if possible."""
+"""The exception that the notebook raises for a failed task: the user's own if possible. Headlines of errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nblaunch.engines.protocol import Log
 from nblaunch.errors import (
@@ -28,7 +28,6 @@ from nblaunch.errors import (
 )
 from nblaunch.launch import cell_changes
 from nblaunch.launch.frontend import host
-from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.terminal_lines import last_lines
 from nblaunch.launch.rank_state import RankEnd
@@ -51,6 +50,15 @@ _LOOKED_UP = re.compile(r"globals\(\)|__main__")
 """In the line of a KeyError: the key is a name."""
 _OTHER_SIZE = ("collective mismatch", "preamble.length")
 """Words of gloo's error if a rank has received data of another size than its tensor's."""
+MAX_HEADLINE = 160
+"""Characters: two lines of a panel."""
+_MAX_DETAILS = 4000
+_TRACEBACK = "Traceback (most recent call last):"
+_RAISED = re.compile(r"^(?:[\w<>]+\.)*(?P<type>\w+)(?:: (?P<text>.*))?$")
+"""The line of a traceback that names the exception."""
+_CAUGHT = re.compile(r"\s*Caught \w+ (?P<where>in .+)\.$", re.MULTILINE)
+"""How torch begins an exception that another process or thread has raised."""
+_SENTENCE_END = re.compile(r"(?<=[\w)\]}'\"`]{2}[.!?])\s+(?=[A-Z`'\"(])")
 _LIKELY = {
     "SIGKILL": "most often the system ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
     "SIGSEGV": "C code of a library crashed; see the stack below",
@@ -97,7 +105,6 @@ class Account:
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
-    """Return the exception for a cause."""
     if cause.end is None:
         again = f"{restart_command(account.session)} restarts them" if account.session else "launch again"
         return RankLostError(
@@ -183,7 +190,6 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
 
 
 def result_advice(type_name: str, verb: str = "Return") -> str:
-    """Return what to do about a value that could not travel because of an error of this type."""
     if type_name.rpartition(".")[2] in ("OSError", "NoRoomError", "MemoryError"):
         return f"{verb} fewer or smaller tensors"
     return f"{verb} tensors or plain data"
@@ -369,7 +375,6 @@ def _others(rank: int, account: Account) -> list[str]:
 
 
 def describe(error: BaseException, account: Account | None) -> Failure:
-    """Return the parts of an exception for a view."""
     rank = getattr(error, "rank", -1)
     traceback = error.__cause__.args[0].partition("\n")[2] if isinstance(error.__cause__, RankTraceback) else ""
     where, source = _users_line(traceback)
@@ -448,3 +453,83 @@ def _held_by_notebook() -> list[str]:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
+
+
+# ------------------------------------------------------------------ what an exception carries
+def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
+    """Return a KeyboardInterrupt that IPython shows as one line, with what the ranks had returned."""
+    interrupt: Any = KeyboardInterrupt(message)
+    attach_results(results, interrupt)
+    interrupt.__notes__ = []
+    show_as(interrupt, [f"KeyboardInterrupt: {message}"], interrupt.__notes__)
+    return interrupt  # type: ignore[no-any-return]  # Any, to give it attributes
+
+
+def attach_results(results: Mapping[int, Any], error: Any) -> None:
+    """Give an error what the ranks returned, unless it is a user's error with ``results`` of its own."""
+    with contextlib.suppress(Exception):  # a user's __getattr__ or __setattr__
+        if isinstance(error, NblaunchError) or not hasattr(error, "results"):
+            error.results = dict(results)
+
+
+def keep_logs(error: Any, files: object) -> None:
+    """Keep the logs, which the error names, for the lifetime of the error."""
+    with contextlib.suppress(Exception):  # a user's __setattr__, or no error
+        error._nblaunch_files = files
+
+
+def summary(error: BaseException) -> str:
+    rank = getattr(error, "rank", -1)
+    return f"{f'rank {rank}: ' if rank >= 0 else ''}{headline_of(type(error).__name__, text_of(error))}"
+
+
+# ------------------------------------------------------------------ headlines
+class Headline(NamedTuple):
+    """A message in parts."""
+
+    type_name: str
+    text: str
+    """At most `MAX_HEADLINE` characters, without line breaks."""
+    details: str
+    """The message, if the headline leaves something out that no traceback has."""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.type_name, self.text)))
+
+
+def headline_of(type_name: str, message: str) -> Headline:
+    """Return the headline of an error. If its message holds a traceback, it is that of the exception at its end."""
+    message = message.strip()
+    inner = _innermost(message)
+    if inner is None:
+        text = _first_sentence(message)
+        return Headline(type_name, text, "" if text == message else message[:_MAX_DETAILS])
+    caught = _CAUGHT.match(message)
+    where = f" ({caught['where'].replace('worker process', 'worker')})" if caught else ""
+    inner_type, inner_message = inner
+    text = _first_sentence(inner_message, MAX_HEADLINE - len(where))
+    return Headline(inner_type, f"{text}{where}".strip(), "")
+
+
+def _innermost(message: str) -> tuple[str, str] | None:
+    """Return type and message of the exception that ends the last traceback in a message; None if it has none."""
+    _, mark, trace = message.rpartition(_TRACEBACK)
+    lines = trace.strip('\n"').splitlines()
+    for number, line in enumerate(lines if mark else []):
+        found = _RAISED.match(line)
+        if found is not None:
+            return found["type"], "\n".join([found["text"] or "", *lines[number + 1 :]])
+    return None
+
+
+def _first_sentence(message: str, most: int = MAX_HEADLINE) -> str:
+    """Return the first sentence of a message in one line, cut where it is too long."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = lines.pop(0) if lines else ""
+    if text.endswith(":") and lines and len(text) < most:
+        text = f"{text} {lines[0]}"  # such as "backend='inductor' raised:"
+    text = " ".join(_SENTENCE_END.split(text, 1)[0].split())
+    if len(text) <= most:
+        return text
+    words = text[: most - 2].rpartition(" ")[0]
+    return f"{words.rstrip(' ,;:')} …" if words else f"{text[: most - 1]}…"

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from nblaunch.engines.protocol import Workers
 from nblaunch.errors import ArgumentError
@@ -20,46 +20,51 @@ from nblaunch.machine import timeouts
 _registered: Frontend | None = None
 
 
-class Frontend(Protocol):
-    """Where a launch is called from."""
+class Frontend:
+    """Where a launch is called from: a script, or a plain Python prompt. A notebook's overrides the methods."""
 
     def view(self, choice: str) -> View:
         """Return a view for one launch; see `view_choice`."""
+        if view_choice(choice) == "none":
+            return NullView()
+        terminal = is_terminal(sys.stdout)
+        return TextView(plain_writer(), is_terminal=terminal, status=terminal)
 
     def writer(self) -> Callable[[str, Stream], None]:
         """Return a function that writes to the present cell, also later and from other threads."""
+        return plain_writer()
 
     def cell_label(self, filename: str) -> str:
         """Return the label of the cell with this file name, such as ``Cell In[3]``; empty if it is no cell."""
+        return ""
 
     def cuda_cell(self) -> str:
         """Return the cell that initialized CUDA in this process, such as ``cell [7]``; empty if none did."""
+        return ""
 
     def notebook_names(self) -> dict[str, Any] | None:
         """Return the notebook's global namespace; None outside a notebook."""
+        return None
 
     def cells(self) -> list[CellSource]:
         """Return the cells that the notebook has run, in this order."""
+        return []
 
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
     ) -> None:
-        """Show a session from now until it is stopped.
-
-        Args:
-            state: Returns its present state.
-            env: The environment of its ranks.
-            workers: Returns its present ranks.
-        """
+        """Show a session from now until it is stopped; `env` is the environment of its ranks."""
 
     def forget_thread(self) -> None:
         """Release what the frontend holds for the calling thread, which is about to end."""
 
     def can_type(self) -> bool:
         """Return True if the user can answer ``input`` in this cell."""
+        return sys.stdin is not None and is_terminal(sys.stdin) and is_terminal(sys.stdout)
 
     def examines(self) -> bool:
         """Return True if the user has asked for a debugger after each exception, by ``%pdb on``."""
+        return False
 
     def was_examined(self) -> None:
         """Open no other debugger on the exception that this cell raises: the user has seen it in its rank."""
@@ -69,57 +74,8 @@ class Frontend(Protocol):
     ) -> bool:
         """Wait in the calling thread for up to `timeout` seconds (None: forever). Return True if `over` is set.
 
-        Args:
-            over: The event to wait for.
-            timeout: See above.
-            between: Called again and again meanwhile, in the main thread only.
+        `between` is called again and again meanwhile, in the main thread only.
         """
-
-
-class ScriptFrontend:
-    """A script, or a plain Python prompt."""
-
-    def view(self, choice: str) -> View:
-        if view_choice(choice) == "none":
-            return NullView()
-        terminal = is_terminal(sys.stdout)
-        return TextView(plain_writer(), is_terminal=terminal, status=terminal)
-
-    def writer(self) -> Callable[[str, Stream], None]:
-        return plain_writer()
-
-    def cell_label(self, filename: str) -> str:
-        return ""
-
-    def cuda_cell(self) -> str:
-        return ""
-
-    def notebook_names(self) -> dict[str, Any] | None:
-        return None
-
-    def cells(self) -> list[CellSource]:
-        return []
-
-    def show_session(
-        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
-    ) -> None:
-        """Show nothing: `Session.status` has it."""
-
-    def forget_thread(self) -> None:
-        """Do nothing: a script holds nothing for a thread."""
-
-    def can_type(self) -> bool:
-        return sys.stdin is not None and is_terminal(sys.stdin) and is_terminal(sys.stdout)
-
-    def examines(self) -> bool:
-        return False
-
-    def was_examined(self) -> None:
-        """Do nothing: a script opens none."""
-
-    def wait(
-        self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
-    ) -> bool:
         in_main = threading.current_thread() is threading.main_thread()
         return wait_in_steps(over, timeout, between=between if in_main else lambda: None)
 
@@ -130,16 +86,13 @@ def wait_in_steps(
     step: float | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Wait for `over` in steps short enough to notice signals.
+    """Wait for `over` in steps short enough to notice signals, and call `between` after each. Return True if it is set.
 
     Args:
         over: The event to wait for.
         timeout: Seconds; None waits forever.
         step: Seconds of one step. Default: `timeouts.SIGNAL_CHECK_INTERVAL_S`.
-        between: Called after every step.
-
-    Returns:
-        True if `over` is set.
+        between: See above.
     """
     step = timeouts.SIGNAL_CHECK_INTERVAL_S if step is None else step
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
@@ -151,8 +104,7 @@ def wait_in_steps(
 
 
 def host() -> Frontend:
-    """Return the registered frontend, or a script's."""
-    return _registered or ScriptFrontend()
+    return _registered or Frontend()
 
 
 def register(frontend: Frontend | None) -> None:
@@ -162,11 +114,7 @@ def register(frontend: Frontend | None) -> None:
 
 
 def view_choice(choice: str) -> Literal["auto", "text", "none"]:
-    """Return the requested view; "auto" yields to the environment variable ``NBLAUNCH_VIEW``.
-
-    Raises:
-        ArgumentError: `choice` or the variable is none of "auto", "text" and "none".
-    """
+    """Return the requested view; "auto" yields to the environment variable ``NBLAUNCH_VIEW``."""
     argument, value = "view", choice
     if choice == "auto" and os.environ.get("NBLAUNCH_VIEW"):
         argument, value = "NBLAUNCH_VIEW", os.environ["NBLAUNCH_VIEW"]

@@ -26,7 +26,6 @@ class Member:
 
     @property
     def has_started(self) -> bool:
-        """Return True if its process exists, or has."""
         return self.pid > 0
 
     @property
@@ -35,17 +34,11 @@ class Member:
         return self.exited is None and self.worker.is_open
 
     def status(self, state: RankState) -> RankStatus:
-        """Return its state, as views show it."""
         return RankStatus(self.rank, state, self.pid)
 
 
 class WorkerGroup:
-    """See the module. Used from the supervisor's thread.
-
-    Args:
-        workers: The group's processes.
-        note: Shows a message to the user.
-        is_kept: Whether ranks can be started again after their exit, so that the group lives without any.
+    """See the module. Used from the supervisor's thread. A kept group lives on without any rank.
 
     Attributes:
         members: The ranks, once started.
@@ -71,39 +64,24 @@ class WorkerGroup:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no more events will come."""
         return self._is_swept or self.is_lost
 
     @property
     def live(self) -> list[int]:
-        """The ranks that have not exited."""
         return [member.rank for member in self.members if member.exited is None]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> None:
-        """Start every rank; `environment` returns the variables of a rank.
-
-        Raises:
-            StartError: The system refuses.
-        """
+        """Start every rank; `environment` returns the variables of a rank."""
         self.members = [Member(worker.rank, worker) for worker in self.workers.start(environment)]
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start a kept rank again that has exited.
-
-        Raises:
-            StartError: The system refuses.
-        """
         self.refusal = ""
         self._killed.discard(rank)
         self._exited_at = self._killed_at = None
         self.members[rank] = Member(rank, self.workers.restart(rank, environment))
 
     def raise_refusal(self) -> None:
-        """Report once why a rank could not be started.
-
-        Raises:
-            StartError: One could not.
-        """
+        """Raise StartError once if a rank could not be started."""
         refusal, self.refusal = self.refusal, ""
         if refusal:
             raise StartError(refusal)
@@ -139,18 +117,9 @@ class WorkerGroup:
         return event
 
     def signal(self, rank: int, signum: int, group: bool = False) -> None:
-        """Send a signal to a rank, or to its process group."""
         self.members[rank].worker.signal(signum, group)
         if signum == signal.SIGKILL:
             self._killed.add(rank)
-
-    def interrupt(self, rank: int, task: int) -> None:
-        """Send SIGINT to a rank; no effect on a later task."""
-        self.members[rank].worker.interrupt(task)
-
-    def free(self, rank: int, task: int) -> None:
-        """Free a kept rank from a collective; no effect on a later task."""
-        self.members[rank].worker.free(task)
 
     def _check(self, now: float) -> None:
         """Give up on workers that give no sign of life: after the last exit, after SIGKILL, or at the start."""

@@ -10,28 +10,30 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from nblaunch.engines.protocol import Engine, GivenUpError
-from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
-from nblaunch.launch import conclusion, failures
-from nblaunch.launch.attempt import Attempt, Job, on_nodes_of_now
+from nblaunch.errors import LaunchStoppedError, RankError, ResultError, StartError, warn
+from nblaunch.launch import failures
 from nblaunch.launch.cell_input import CellInput, console_for
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
-from nblaunch.launch.plan import Plan
+from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.result import LaunchResult, Metrics, notes_on
-from nblaunch.launch.session_ranks import SessionRanks
-from nblaunch.launch.session_turn import Place, Turn
-from nblaunch.launch.turn_queue import BusyError
+from nblaunch.launch.run import Job, Place, Run
+from nblaunch.launch.session_ranks import BusyError, SessionRanks
+from nblaunch.launch.stopping import ByUser, Told
+from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Begun, Ended, LaunchInfo, Note, Outcome, ShieldedView, Started, State, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.machine.limits import process_advice, remedy
+from nblaunch.transfer.parcel import unpack
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Cell, Payload
 
@@ -46,6 +48,8 @@ CELLS_PER_PRUNING = 10
 INSIST = "interrupt again to kill the ranks that do not respond, with their variables"
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
+MAX_PLACES = 8
+"""Ranks whose place a timeout's message names."""
 
 
 class Launch:
@@ -97,14 +101,7 @@ class Launch:
         self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
 
     def begin(self, *, blocking: bool = False) -> None:
-        """Start the launch.
-
-        Args:
-            blocking: Whether the caller waits for its end. Default: False.
-
-        Raises:
-            StartError: This process cannot have another thread.
-        """
+        """Start the launch. `blocking`: the caller waits for its end."""
         self._is_blocking = blocking
         self._input.begin(blocking=blocking)
         try:
@@ -159,7 +156,7 @@ class Launch:
             try:
                 warn(crash)
             except Warning as raised:  # the user's filters make warnings errors
-                conclusion.attach_results(self._returned, raised)
+                failures.attach_results(self._returned, raised)
                 raise
         if self._error is not None:
             raise self._error
@@ -225,15 +222,15 @@ class Launch:
             interrupted = self._wait_out()
         except BaseException as error:  # an interrupt between two lines of ours
             self._abandon()
-            conclusion.attach_results(self._returned, error)
+            failures.attach_results(self._returned, error)
             raise
         if interrupted and isinstance(self._error, LaunchStoppedError):
-            interrupt = conclusion.interruption(str(self._error), self._returned)
-            conclusion.keep_logs(interrupt, getattr(self._error, "_nblaunch_files", None))
+            interrupt = failures.interruption(str(self._error), self._returned)
+            failures.keep_logs(interrupt, getattr(self._error, "_nblaunch_files", None))
             raise interrupt from None
         if interrupted and self._error is None:  # end a loop of launches, too; the exception carries the result
             said = f"{self.name} was interrupted, and every rank returned: the result is sys.last_value.results"
-            raise conclusion.interruption(said, self._returned)
+            raise failures.interruption(said, self._returned)
         return self.result()
 
     def _abandon(self) -> None:
@@ -310,43 +307,45 @@ class Launch:
             raise StartError(f"cannot create the log directory of {self.name}: {refusal}{remedy(refusal)}") from refusal
         try:
             if number > 0:
-                self._job = on_nodes_of_now(self._job, self._engine, self._view, self._commands)
-                self._plan = self._job.plan
+                self._replace_lost_nodes()
             self._view.on(Started(self._info(files, number)))
             if number == 0:
                 for note in notes_on(self._shipment.sent, _noted):
                     self._view.on(Note(note))
-            attempt, verdict = self._run_ranks(number, files)
-            error = self._conclude(verdict, attempt, files)
+            run, verdict = self._run_ranks(number, files)
+            error = self._conclude(verdict, run, files)
             self._error = error
             again = number < self._plan.options.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
                 restarting = f"restarting all ranks ({number + 1} of {self._plan.options.max_restarts})"
-                self._view.on(Note(f"{conclusion.summary(error)}: {restarting}"))
+                self._view.on(Note(f"{failures.summary(error)}: {restarting}"))
                 return True
-            conclusion.keep_logs(error, files)
+            failures.keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
             self._view.on(Ended(self._outcome(state, error)))
             return False
         finally:
             files.close()
 
-    def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Attempt | Turn, Verdict]:
+    def _replace_lost_nodes(self) -> None:
+        if not self._engine.is_local:
+            machines = self._engine.machines(lambda text: self._view.on(Note(text)), lambda: self._commands.stop)
+            self._plan = moved(self._plan, machines)
+            self._job = replace(self._job, plan=self._plan)
+
+    def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Run, Verdict]:
         """Run the ranks to their end; once more if what starts them died before it could."""
-        if self._place is not None:
-            turn = Turn(self._job, self._place, files, self._view, self._commands)
-            return turn, turn.run()
         for _ in range(2):
-            attempt = Attempt(self._job, number, files, self._view, self._commands)
-            verdict = attempt.run(self._engine)
-            workers = attempt.group.workers
-            if workers.has_begun or self._commands.stop or not workers.forsake():
+            run = Run(self._job, number, files, self._view, self._commands)
+            verdict = run.start(self._engine) if self._place is None else run.take_turn(self._place)
+            workers = run.group.workers
+            if self._place is not None or workers.has_begun or self._commands.stop or not workers.forsake():
                 break
-        return attempt, verdict
+        return run, verdict
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, where, kept = self._plan, files.directory, self.keeps_ranks
-        name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
+        name = f"{self.name}, session {self._place.ranks.name}" if self._place is not None else self.name
         shape = plan.world_size, plan.device, plan.method
         function = self._job.payload.function
         only = function.ranks if isinstance(function, Cell) else None
@@ -359,37 +358,91 @@ class Launch:
         if error is None:
             return Outcome(state, seconds, "")
         failure = failures.describe(error, self._account) if state == "failed" else None
-        return Outcome(state, seconds, conclusion.summary(error), failure)
+        return Outcome(state, seconds, failures.summary(error), failure)
 
     # -------------------------------------------------------------- results
-    def _conclude(self, verdict: Verdict, attempt: Attempt | Turn, files: LaunchFiles) -> BaseException | None:
+    def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
         """Keep the result, or return the error that explains why there is none."""
-        self._returned, error = conclusion.load_results(attempt.results, files)
-        written = attempt.output.ranks
-        account = conclusion.account_of(
-            self.name, attempt, files, is_shown=self._is_blocking and self._view.shows_failures
+        error = self._load_results(run.results, files)
+        written, task, plan = run.output.ranks, run.task, self._plan
+        account = failures.Account(
+            self.name,
+            [rank.end for rank in task.present],
+            files,
+            self._job.sources,
+            {rank.rank: rank.logs for rank in written},
+            run.hint,
+            task.difference,
+            "" if self._place is None else self._place.ranks.name,
+            plan.hosts,
+            is_shown=self._is_blocking and self._view.shows_failures,
         )
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))
+        seconds = time.monotonic() - self._begin
         if verdict.state == "finished" and error is None:
-            metrics = Metrics(attempt.output.reports, any(rank.dropped.reports for rank in written))
+            metrics = Metrics(run.output.reports, any(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
-            seconds = time.monotonic() - self._begin
             values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
             sent, record_html = self._shipment.sent, self._view.record_html
             self._result = LaunchResult(self.name, values, metrics, logs, seconds, sent, record_html)
-            for name in sorted(conclusion.changed_names(attempt.task) - _noted):
+            changed = {name for rank in task.ranks if rank.done is not None for name in rank.done.changed}
+            for name in sorted(changed - _noted):
                 _noted.add(name)
-                self._view.on(Note(conclusion.copy_note(name)))
+                self._view.on(
+                    Note(
+                        f"`{name}` was modified in the ranks, but ranks work on copies. Return it (for a module, its "
+                        "`state_dict()`) to get the new value"
+                    )
+                )
         elif verdict.cause is not None:
             self._account = account
             error = failures.exception_for(verdict.cause, account)
         elif verdict.state == "stopped":
-            error = conclusion.stop_error(self.name, attempt, time.monotonic() - self._begin)
+            reason = task.ladder.reason if task.ladder is not None else ByUser()
+            told = Told(
+                self.name, seconds, plan.options.timeout, _incomplete(task), _places(task), task.difference, files
+            )
+            error = reason.error(told)
         if error is not None:
-            conclusion.attach_results(self._returned, error)
+            failures.attach_results(self._returned, error)
         return error
+
+    def _load_results(self, parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> BaseException | None:
+        """Load what the ranks have returned. Return the error of the first value that cannot be rebuilt here."""
+        self._returned, error = {}, None
+        for rank, fds in sorted(parcels.items()):
+            try:
+                self._returned[rank] = unpack(fds)
+            except BaseException as trouble:  # noqa: BLE001  # user code, which may call sys.exit
+                said = f"rank {rank}'s return value cannot be rebuilt in the notebook: {type(trouble).__name__}"
+                said += f": {trouble}. {failures.result_advice(type(trouble).__name__)}"
+                error = error or ResultError(said, rank, files.err(rank))
+                error.__cause__ = trouble
+        return error
+
+
+def _incomplete(task: Task) -> str:
+    """Describe failures during the stop: a checkpoint may be incomplete."""
+    raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
+    parts = [f"rank {f.rank} raised {failures.headline_of(f.type_name, f.text)}" for f in raised if not f.collective]
+    killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
+    parts += [
+        f"rank {rank.rank} was killed before its `finally` had ended"
+        for rank in task.ranks
+        if rank.rank in killed and rank.done is None and rank.failed is None
+    ]
+    return "; meanwhile " + ", ".join(parts) if parts else ""
+
+
+def _places(task: Task) -> str:
+    """Describe where the ranks were at the timeout."""
+    places = task.inspector.said or {}
+    lines = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
+    lines += ["…"] if len(places) > MAX_PLACES else []
+    lines += [task.stuck.text] if task.stuck is not None else []
+    return "\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else " "
 
 
 def live_launches() -> list[Launch]:

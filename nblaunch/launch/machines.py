@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError
-from nblaunch.launch.conclusion import interruption
+from nblaunch.launch.failures import interruption
 from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.views import Preparing, ShieldedView, View
@@ -21,22 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 def machines_of(engine: Engine, view: View) -> Sequence[Machine]:
-    """Return the machines of an engine. Meanwhile a view says what is waited for, and its user may cancel.
-
-    Raises:
-        StartError: One cannot be used.
-        LaunchStoppedError: The user has cancelled.
-        KeyboardInterrupt: The user has interrupted the cell.
-    """
+    """Return the machines of an engine. Meanwhile a view says what is waited for, and its user may cancel."""
     return engine.machines(lambda text: None) if engine.is_local else _Wait(engine, ShieldedView(view)).run()
 
 
 def with_usable_method(plan: Plan, engine: Engine, view: View) -> Plan:
-    """Return the plan with a start method that works. Meanwhile a view says what is waited for.
-
-    Raises:
-        StartError: None does.
-    """
+    """Return the plan with a start method that works. Meanwhile a view says what is waited for."""
     shielded, shown = ShieldedView(view), []
 
     def show(text: str) -> None:

@@ -23,8 +23,7 @@ from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
-from nblaunch.wire.messages import Cell, Payload, RootLogger, Settings, Source, WarningFilter
-from nblaunch.wire.session_messages import Question
+from nblaunch.wire.messages import Cell, Payload, Question, RootLogger, Settings, Source, WarningFilter
 
 _FIX = "create it inside the function, or send the data to create it from"
 

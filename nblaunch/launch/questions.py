@@ -11,30 +11,32 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from nblaunch.errors import ArgumentError, NblaunchError, RankDiedError, RankRaisedError, ResultError, text_of
+from nblaunch.errors import (
+    ArgumentError,
+    NblaunchError,
+    RankDiedError,
+    RankLostError,
+    RankRaisedError,
+    ResultError,
+    text_of,
+)
 from nblaunch.launch import failures
 from nblaunch.launch.frontend import host, wait_in_steps
-from nblaunch.launch.rank_names import line_of
-from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
 from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
-from nblaunch.launch.turn_queue import BusyError, Ticket
 from nblaunch.launch.views import Note, ShieldedView
 from nblaunch.machine import timeouts
+from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.transfer.pickling import Home
-from nblaunch.wire.messages import Failed, Payload, Settings
-from nblaunch.wire.session_messages import Question, SentName
+from nblaunch.wire.messages import Bound, Failed, Losses, Payload, Question, SentName, Settings
 
 T = TypeVar("T")
 
 
 class Questions:
-    """See the module. Thread-safe.
-
-    Args:
-        ranks: The ranks of the session.
-    """
+    """See the module. Thread-safe."""
 
     def __init__(self, ranks: SessionRanks) -> None:
         self._ranks = ranks
@@ -53,15 +55,14 @@ class Questions:
 
         Args:
             question: What to ask.
-            names: Names to bind first. Default: none.
+            names: Names to bind first.
             home: For the pickler.
             within: Seconds for the ranks to become idle and to answer. Default: no limit.
 
         Raises:
             BusyError: The ranks did not answer in time.
             RankDiedError: A rank is dead.
-            KeyboardInterrupt: The user has interrupted the caller.
-            Exception: The answer of a rank, if it is an exception.
+            Exception: The answer of a rank, if it is an exception; KeyboardInterrupt if the user has interrupted.
         """
         deadline = float("inf") if within is None else time.monotonic() + within
         stop = threading.Event()
@@ -81,33 +82,6 @@ class Questions:
         """Note ranks that have died meanwhile, unless a task runs."""
         in_thread(self._ranks.look, threading.Event(), str)
 
-    def complete(self, text: str) -> list[str]:
-        """See `Session.complete`."""
-        known = sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})
-        if self._ranks.queue:
-            return known
-        try:
-            answers = self.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
-        except (BusyError, NblaunchError):
-            return known
-        except Exception:  # noqa: BLE001  # a property of the user's raised
-            return []
-        return sorted({name for names in answers.values() for name in names})
-
-    def inspect(self, expression: str) -> str:
-        """See `Session.inspect`."""
-        if not self._ranks.present:
-            return ""
-        rank = self._ranks.present[0]
-        known = next((line_of(each) for each in self._ranks.bound[rank] if each.name == expression), "")
-        if self._ranks.queue:
-            return known
-        try:
-            question = Question("inspect", checked_expression(expression), (rank,))
-            return str(self.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
-        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
-            return known
-
     def ask_now(
         self,
         question: Question,
@@ -117,18 +91,7 @@ class Questions:
         deadline: float = float("inf"),
         stop: threading.Event,
     ) -> dict[int, list[int]]:
-        """Ask ranks that the caller has claimed; return the packed answers, whose descriptors the caller closes.
-
-        Args:
-            question: What to ask.
-            names: Names to bind first. Default: none.
-            home: For the pickler.
-            deadline: By the monotonic clock. Default: none.
-            stop: Ends the question when it is set.
-
-        Raises:
-            Exception: See `ask`.
-        """
+        """Ask ranks that the caller has claimed; return the packed answers, whose descriptors the caller closes."""
         parcel = pack(
             lambda found: Payload(question, (), {}, None, Settings(), {}, names=names or {}),
             self._ranks.log_dir,
@@ -161,15 +124,15 @@ class Questions:
             names: Names that it binds.
             deadline: By the monotonic clock.
             stop: Ends the question when it is set.
-            code: Code of the user that it runs, which may call collectives: the ranks join their process group, and are
-                freed from a collective at the price of the group when the question ends early. Default: none.
+            code: Code of the user that it runs, which may call collectives: all ranks join their process group, and are
+                freed from a collective at the price of the group when the question ends early.
         """
         ranks = self._ranks
         is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
-        task = ranks.new_question(joins=bool(code) and is_of_all)
+        task = ranks.new_question(bool(code), joins=bool(code) and is_of_all)
         try:
             task.send(ranks.world, fds, path=ranks.path, wanted=wanted)
-            self._await(task, deadline, stop, may_free=bool(code))
+            self._await(task, deadline, stop)
             ranks.finish(task, names, Settings())
             ranks.check_group()
             ranks.group.raise_refusal()  # it concerns the rank that was restarted
@@ -187,46 +150,22 @@ class Questions:
         finally:
             task.close()
 
-    def _await(self, task: Task, deadline: float, stop: threading.Event, *, may_free: bool) -> None:
-        """Wait for the answers. Once the time is over or a rank has failed, interrupt the ranks that have not answered.
-
-        Where `may_free`, ranks that wait in a collective are freed from it, and the process group is replaced.
-        """
-        group, never = self._ranks.group, float("inf")
-        give_up_at = free_at = never
-        while not (task.is_over or group.is_over or group.refusal):
+    def _await(self, task: Task, deadline: float, stop: threading.Event) -> None:
+        """Wait for the answers. Ranks that have not answered when the time is over, or one has failed, are stopped."""
+        group = self._ranks.group
+        while not (task.is_over or task.is_given_up or group.is_over or group.refusal):
             for event in group.wait(min(timeouts.LOG_POLL_S, max(0.0, deadline - time.monotonic()))):
                 task.take(event)
-            now = time.monotonic()
-            if give_up_at == never and any(rank.has_failed for rank in task.present):
-                deadline = min(deadline, now + timeouts.PEER_FAILURE_WAIT_S)
-            asked = [rank.rank for rank in task.present if not rank.is_over]
-            if give_up_at == never and (stop.is_set() or now > deadline):
-                deadline = never
-                give_up_at = now + (timeouts.QUESTION_FREE_TIMEOUT_S if may_free else timeouts.QUESTION_STOP_TIMEOUT_S)
-                free_at = now + timeouts.FREE_AFTER_FAILURE_S if may_free else never
-                for number in asked:
-                    group.interrupt(number, task.number)
-            if now > free_at and asked:
-                free_at = now + timeouts.FREE_INTERVAL_S
-                self._ranks.generation += 1
-                for number in asked:
-                    group.free(number, task.number)
-            if now > give_up_at:
-                return
+            if stop.is_set() or time.monotonic() > deadline:
+                deadline = float("inf")
+                task.give_up()
+            task.step()
 
 
 def in_thread(work: Callable[[], T], stop: threading.Event, waits_for: Callable[[], str]) -> T:
-    """Run `work` in a thread, and return what it returns. An interrupt of the caller sets `stop`.
+    """Run `work` in a thread, and return what it returns. An interrupt of the caller sets `stop`, which ends it.
 
-    Args:
-        work: What to run.
-        stop: Ends it.
-        waits_for: Returns what it waits for, which is shown after a moment; empty: nothing.
-
-    Raises:
-        KeyboardInterrupt: The user has interrupted the caller. `work` is over.
-        Exception: `work` raised it.
+    After a moment a note says what it waits for, unless `waits_for` returns nothing.
     """
     outcome: Future[T] = Future()
     over = threading.Event()
@@ -260,11 +199,7 @@ def in_thread(work: Callable[[], T], stop: threading.Event, waits_for: Callable[
 
 
 def checked_expression(text: Any) -> str:
-    """Return an expression for `Question`.
-
-    Raises:
-        ArgumentError: It is none.
-    """
+    """Return an expression for `Question`; raise ArgumentError if it is none."""
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(
             f"expression={text!r:.80}: must be a name or an expression, as a string, such as 'a' or 'a, b'"
@@ -293,8 +228,12 @@ def _unpacked(answers: dict[int, list[int]], code: str) -> dict[int, Any]:
     return values
 
 
+def line_of(bound: Bound) -> str:
+    size = f", {in_words(bound.size)}" if bound.size > 10_000 else ""
+    return f"{bound.name}: {bound.type_name}{' ' + bound.detail if bound.detail else ''}{size}"
+
+
 def close_all(answers: Mapping[int, Sequence[int]]) -> None:
-    """Close packed answers."""
     for parcel in answers.values():
         for fd in parcel:
             os.close(fd)
@@ -322,3 +261,92 @@ def _shown_as(error: Any, *lines: str) -> BaseException:
     """Make IPython show these lines of an error instead of nblaunch's frames; return the error."""
     failures.show_as(error, lines)
     return error  # type: ignore[no-any-return]  # Any, to give it an attribute
+
+
+class Restart:
+    """Restarts ranks in one turn of the queue: asks the old ranks for their names, then sends these to the new ranks.
+
+    Attributes:
+        lost: What could not be kept, in words.
+        unwrapped: Names of a DistributedDataParallel that now have the module in it.
+    """
+
+    def __init__(self, ranks: SessionRanks, questions: Questions) -> None:
+        self._ranks, self._questions = ranks, questions
+        self._stop = threading.Event()
+        self.lost: list[str] = []
+        self.unwrapped: list[str] = []
+
+    def run(self, chosen: Collection[int], keep: bool) -> None:
+        """Start ranks again, and replace the process group with the next task.
+
+        Args:
+            chosen: Those to restart; ranks that are alive are ended first.
+            keep: Give each new rank the names of the old one that can be sent.
+
+        Raises:
+            StartError: The system refuses.
+            KeyboardInterrupt: The user has interrupted the caller. As long as the old ranks live, nothing has changed.
+                Later, the restart goes on; only names whose loading is interrupted are lost.
+        """
+        ticket = Ticket("the restart")
+        in_thread(lambda: self._run(ticket, chosen, keep), self._stop, partial(self._ranks.said_of_queue, ticket))
+
+    def _run(self, ticket: Ticket, chosen: Collection[int], keep: bool) -> None:
+        ranks = self._ranks
+        ranks.queue.enqueue(ticket)
+        with ranks.claimed(ticket, self._stop.is_set, self._stop.set, needs_ranks=False):
+            try:
+                dumps = self._dumps(chosen) if keep else {}
+            except BaseException:
+                self.lost, self.unwrapped = [], []  # the old ranks have everything
+                raise
+            try:
+                self._replace(chosen)
+                self._stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
+                deadline = time.monotonic() + timeouts.RANK_ANSWER_TIMEOUT_S
+                close_all(self._questions.ask_now(Question("names"), deadline=deadline, stop=threading.Event()))
+                while dumps:
+                    self._load(*dumps.popitem())
+            finally:
+                self.lost += [f"rank {rank}: all names, as the ranks could not be restarted" for rank in dumps]
+                close_all(dumps)
+
+    def _replace(self, chosen: Collection[int]) -> None:
+        ranks = self._ranks
+        if not ranks.group.is_over and len(set(chosen)) < ranks.plan.world_size:
+            with contextlib.suppress(RankLostError):  # the reaper was killed, and every rank with it
+                ranks.replace_ranks(chosen)
+                return
+        ranks.renew()
+
+    def _dumps(self, chosen: Collection[int]) -> dict[int, list[int]]:
+        """Return a packed question for each rank: it binds the names that the old process has."""
+        present = [rank for rank in chosen if rank in self._ranks.present and not self._ranks.group.is_over]
+        self.lost += [f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in present]
+        if not present:
+            return {}
+        answers = self._questions.ask_now(Question("losses", ranks=tuple(present)), stop=self._stop)
+        path: list[str] = []
+        for rank in sorted(answers):
+            found: Losses | None = unpack(answers.pop(rank))
+            if found is not None:
+                self.lost += [f"rank {rank}: {reason}" for reason in found.reasons]
+                self.unwrapped += [name for name in found.unwrapped if name not in self.unwrapped]
+                path += found.path
+        self._ranks.own_path = list(dict.fromkeys(path))
+        dumps = self._questions.ask_now(Question("dump", ranks=tuple(present)), stop=self._stop)
+        close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in present})
+        return dumps
+
+    def _load(self, rank: int, parcel: Sequence[int]) -> None:
+        try:
+            answers = self._questions.send(parcel, (rank,), {}, float("inf"), self._stop)
+            lost: Sequence[str] = unpack(answers.pop(rank))
+            self.lost += [f"rank {rank}: {reason}" for reason in lost]
+            close_all(answers)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's __setstate__, or its interrupt
+            why = f"{type(error).__name__}: {error}".rstrip(": ")
+            self.lost.append(f"rank {rank}: all names, as they could not be rebuilt ({why})")
+        finally:
+            close_all({rank: parcel})

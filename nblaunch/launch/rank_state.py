@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
 from nblaunch.launch.views import RankState
-from nblaunch.wire.messages import Done, Failed, RankExited
-from nblaunch.wire.session_messages import Names, NamesTaken
+from nblaunch.wire.messages import Done, Failed, Names, NamesTaken, RankExited
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended, as far as it has."""
+    """How a rank ended, as far as it has."""
 
     rank: int
     done: Done | None
@@ -36,9 +35,7 @@ class Rank:
     done: Done | None = None
     failed: Failed | None = None
     result: Descriptors = field(default_factory=Descriptors)
-    """Its result's parcel."""
     shown: RankState | None = None
-    """The state that the view has."""
     is_absent: bool = False
     """It had exited before the task began: a kept rank that was not restarted."""
     taken: NamesTaken = field(default_factory=NamesTaken)
@@ -48,12 +45,10 @@ class Rank:
 
     @property
     def rank(self) -> int:
-        """The rank."""
         return self.member.rank
 
     @property
     def end(self) -> RankEnd:
-        """How the rank has ended so far."""
         return RankEnd(self.rank, self.done, self.failed, self.member.exited)
 
     @property
@@ -79,11 +74,3 @@ class Rank:
         if was_stopped:
             return "stopping"
         return "running" if self.is_running else "starting"
-
-    def take_result(self) -> list[int]:
-        """Return the descriptors of its result's parcel; the caller closes them."""
-        return self.result.take()
-
-    def close(self) -> None:
-        """Close a result that was not taken."""
-        self.result.close()

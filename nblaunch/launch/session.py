@@ -4,35 +4,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, overload
 
 from nblaunch.engines.protocol import Engine
-from nblaunch.errors import ArgumentError, StartError, warn
-from nblaunch.launch import session_payload
+from nblaunch.errors import ArgumentError, NblaunchError, PayloadError, StartError, warn
+from nblaunch.launch import payload as payloads
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch, live_launches
-from nblaunch.launch.payload import name_of
+from nblaunch.launch.output.log_directory import state_root
+from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.questions import Questions, checked_expression
-from nblaunch.launch.rank_names import RankNames, line_of
-from nblaunch.launch.result import LaunchResult
-from nblaunch.launch.session_payload import SessionTask
-from nblaunch.launch.session_ranks import SessionRanks
-from nblaunch.launch.session_restart import Restart
+from nblaunch.launch.questions import Questions, Restart, checked_expression, line_of
+from nblaunch.launch.result import LaunchResult, Sent
+from nblaunch.launch.run import Place, stale_names
+from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
 from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
-from nblaunch.launch.session_turn import Place, stale_names
-from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
+from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parameters import PROVIDED
+from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.pickling import OfNotebookError
-from nblaunch.wire.messages import Cell
-from nblaunch.wire.session_messages import Bound, Question
+from nblaunch.transfer.sent_names import Gathered
+from nblaunch.wire.messages import Bound, Cell, Payload, Question, SentName, Settings, Source
 
+_FIX = "create it in the ranks, or send the data to create it from"
 Register = Callable[["Session", bool], None]
 """Called when a session starts or a task begins in it (True), and when it has stopped (False)."""
 
@@ -137,7 +139,7 @@ class Session:
         __tracebackhide__ = True  # IPython omits this frame
         return self._submit(
             name_of(function),
-            lambda ticket: session_payload.pack_call(function, args, kwargs, self._ranks, ticket),
+            lambda ticket: _pack_call(function, args, kwargs, self._ranks, ticket),
             view,
             block,
             timeout=timeout,
@@ -146,19 +148,14 @@ class Session:
     def run_cell(
         self, cell: Cell, used: Sequence[str], *, view: str = "auto", block: bool = True, **changes: Any
     ) -> LaunchResult | Launch:
-        """Run a cell on the ranks; for the magics.
+        """Run a cell that uses these names of the notebook; for the magics.
 
-        Args:
-            cell: The cell.
-            used: The names of the notebook that it uses.
-            view: See `nblaunch.notebook_launcher`.
-            block: See `run`.
-            changes: ``timeout``, ``stop_grace`` and ``metric_patterns`` of this task.
+        `changes` are ``timeout``, ``stop_grace`` and ``metric_patterns`` of this task.
         """
         __tracebackhide__ = True  # IPython omits this frame
         return self._submit(
             cell.label,
-            lambda ticket: session_payload.pack_cell(cell, used, self._ranks, ticket),
+            lambda ticket: _pack_cell(cell, used, self._ranks, ticket),
             view,
             block,
             **changes,
@@ -179,7 +176,7 @@ class Session:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             with preparing(shown, label):
                 task = pack(ticket)
-            place = Place(self.name, self._ranks, ticket, task.names)
+            place = Place(self._ranks, ticket, task.names)
             launch = Launch(plan, task.payload, task.shipment, shown, self._engine, place)
             if not queue.is_closed:
                 self._register(self, True)
@@ -217,7 +214,7 @@ class Session:
                 f"{provided}={values[provided]!r:.80}: each rank defines this name itself; choose another"
                 + "; ranks=[0] chooses ranks" * (provided == "rank")
             )
-        gathered = session_payload.gather_values(values, self._ranks, only)
+        gathered = _gather_values(values, self._ranks, only)
         self._questions.ask(Question("push"), gathered.names, home=gathered.home)
 
     def pull(self, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -250,7 +247,7 @@ class Session:
         if not arguments.is_rank(rank, self.world_size):
             known = arguments.ranks_in_words(self.world_size)
             raise ArgumentError(f"session[{rank!r:.80}]: must be a rank, as in session[0]['name']; {known}")
-        return RankNames(int(rank), self.who, self.repr_of, self.lines_of)
+        return RankNames(int(rank), self)
 
     def lines_of(self, rank: int) -> list[str]:
         """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
@@ -272,11 +269,30 @@ class Session:
 
     def complete(self, text: str) -> list[str]:
         """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
-        return self._questions.complete(text)
+        known = sorted({each.name for names in self.who() for each in names if each.name.startswith(text)})
+        if self._ranks.queue:
+            return known
+        try:
+            answers = self._questions.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
+        except (BusyError, NblaunchError):
+            return known
+        except Exception:  # noqa: BLE001  # a property of the user's raised
+            return []
+        return sorted({name for names in answers.values() for name in names})
 
     def inspect(self, expression: str) -> str:
         """Return signature, type and documentation of an expression's value in the lowest rank; empty if unknown."""
-        return self._questions.inspect(expression)
+        if not self._ranks.present:
+            return ""
+        rank = self._ranks.present[0]
+        known = next((line_of(each) for each in self.who()[rank] if each.name == expression), "")
+        if self._ranks.queue:
+            return known
+        try:
+            question = Question("inspect", checked_expression(expression), (rank,))
+            return str(self._questions.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
+        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
+            return known
 
     def debug(self, rank: int | None = None) -> None:
         """Open the debugger on the exception of the last task, with its frames, which live until the next begins.
@@ -295,7 +311,7 @@ class Session:
         if not host().can_type():
             raise ArgumentError("debug: no one can type here; pull what you need, as in pull('x', ranks=[0])")
         question = Question("debug", "%distributed debug", (chosen,))
-        pack = partial(session_payload.pack_question, question, self._ranks)
+        pack = partial(_pack_question, question, self._ranks)
         if not self._submit(question.text, pack, "auto", True)[chosen]:  # type: ignore[index]  # it is a LaunchResult
             raise ArgumentError(f"rank={chosen}: it has raised no exception in the last task")
 
@@ -330,7 +346,7 @@ class Session:
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""
         self._check_open()
-        self._ranks.generation += 1
+        self._ranks.disturb()
 
     def stale_names(self) -> str:
         """Return which names are useless since the process group was replaced, in words; empty if none."""
@@ -411,3 +427,149 @@ class Session:
                 self.was_idle = True
                 self.stop()
             time.sleep(min(timeouts.SESSION_POLL_S, self._idle_timeout))
+
+
+class RankNames:
+    """The names of one rank of a session: ``session[0]["model"]`` is the repr of its value there."""
+
+    def __init__(self, rank: int, session: Session) -> None:
+        self._rank, self._session = rank, session
+
+    def __getitem__(self, expression: str) -> Shown:
+        __tracebackhide__ = True  # IPython omits this frame
+        return Shown(self._session.repr_of(self._rank, expression), expression.strip(), self._rank)
+
+    def __setitem__(self, name: str, value: object) -> NoReturn:
+        raise ArgumentError(
+            f"session[{self._rank}][{name!r}] = ...: to bind a name, session.push({name}=..., ranks=[{self._rank}])"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copy and pickle look for
+            raise AttributeError(name)
+        raise AttributeError(f"session[{self._rank}].{name}: write session[{self._rank}][{name!r}] to see it")
+
+    def __repr__(self) -> str:
+        return "\n".join(self._session.lines_of(self._rank)) or "(no names)"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return [each.name for each in self._session.who()[self._rank]]
+
+
+class Shown(str):
+    """The repr of a rank's value. A notebook shows it without quotes, and how to get the value."""
+
+    _expression: str
+    _rank: int
+
+    def __new__(cls, text: str, expression: str, rank: int) -> Shown:
+        shown = super().__new__(cls, text)
+        shown._expression, shown._rank = expression, rank
+        return shown
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __repr__(self) -> str:
+        return f"{self}\n# the repr; session.pull({self._expression!r}, ranks=[{self._rank}]) brings the value"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTask:
+    payload: Payload
+    shipment: Shipment
+    names: Mapping[str, SentName]
+    """The notebook's names that it binds."""
+
+
+def _pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Ticket) -> SessionTask:
+    """Pack a cell that uses these names of the notebook, which may raise PayloadError."""
+    payload = Payload(cell, (), {}, None, _settings(ranks), {}, **payloads.effects_of_cells())
+    return _pack(payload, used, (), ranks, ticket)
+
+
+def _pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
+    packed = _pack(Payload(question, (), {}, None, Settings(), {}), (), (), ranks, ticket)
+    return replace(packed, shipment=replace(packed.shipment, sources=ranks.last_sources))
+
+
+def _pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
+    if not callable(function):
+        cell = "; %%distributed runs a cell" if isinstance(function, str) else ""
+        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}{cell}")
+    try:
+        arguments = parameters.check(function, args, kwargs, ranks.plan.world_size)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{parameters.summary(args, kwargs)} do not fit {payloads.name_of(function)}: {error}"
+        ) from None
+    payload = Payload(function, args, kwargs, None, _settings(ranks), {}, **payloads.effects_of_cells())
+    return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)
+
+
+def _gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence[int] | None) -> Gathered:
+    """Return what `Session.push` sends: these values, whatever the ranks have, and the names that they use."""
+    try:
+        gathered = ranks.sent.gather_pushed(values, ranks.present)
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
+        raise PayloadError(_why(values) or f"push: {error}") from None
+    where = None if only is None else tuple(only)
+    pushed = {name: replace(gathered.names[name], ranks=where) for name in values}
+    return replace(gathered, names={**gathered.names, **pushed})
+
+
+def _pack(
+    payload: Payload,
+    used: Iterable[str],
+    code: Sequence[Any],
+    ranks: SessionRanks,
+    ticket: Ticket,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> SessionTask:
+    sources: dict[str, Source] = dict(payloads.sources_in(payload))
+    bound = {each.name for names in ranks.bound for each in names}
+    gathered: Gathered | None = None
+    try:
+        sent = [*code, *payload.attributes.values()]
+        gathered = ranks.sent.gather(used, sent, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
+        names = gathered.names
+
+        def note(files: set[str]) -> dict[str, Source]:
+            sources.update(payloads.sources_of(files))
+            return sources
+
+        def build(found: pickling.Found) -> Payload:
+            return replace(
+                payload,
+                names=names,
+                sources=pickling.Late(lambda: note(found.files)),
+                main=pickling.Late(lambda: found.main),
+            )
+
+        parts = {name: each.value for name, each in names.items()}
+        parts |= {
+            name if name not in parts else f"{name} of {payloads.name_of(payload.function)}": value
+            for name, value in arguments.items()
+        }
+        parcel = pack(build, state_root, parts, gathered.home, is_cached=True, is_here=ranks.sent.is_here)
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
+        name = payloads.name_of(payload.function)
+        if code and isinstance(code[0], types.FunctionType):
+            used = [*used, *pickling.globals_used(code[0])]
+        suspects = {name: ranks.sent.names[name] for name in used if name in ranks.sent.names}
+        suspects |= {f"args of {name}": code[1:]} if code else {}
+        raise PayloadError(_why(suspects) or f"{name} cannot be sent to the ranks: {error}") from None
+    return SessionTask(payload, Shipment(parcel, sources, Sent.of(parcel)), names)
+
+
+def _why(values: Mapping[str, Any]) -> str:
+    for name, value in values.items():
+        reason = pickling.explain(value, f"`{name}`")
+        if reason is not None:
+            return f"{reason}: {reason.advice or _FIX}"
+    return ""
+
+
+def _settings(ranks: SessionRanks) -> Settings:
+    """Return the notebook's random states and defaults for each rank's first task; later it goes on with its own."""
+    return replace(payloads.settings(), ranks=tuple(sorted(ranks.unset))) if ranks.unset else Settings()

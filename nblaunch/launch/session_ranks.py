@@ -6,18 +6,19 @@ One task at a time has the ranks; the others queue in the order of their calls.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.protocol import Engine, NodeLeaving
+from nblaunch.engines.protocol import Engine, NodeLeaving, Received
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
@@ -26,37 +27,112 @@ from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.session_state import command, no_group, restart_command
+from nblaunch.launch.stopping import EXPRESSION, QUESTION, SESSION
 from nblaunch.launch.task import Task
-from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
 from nblaunch.launch.views import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.sent_names import SentNames
-from nblaunch.wire.messages import Order, RankExited, Settings, Source, World
-from nblaunch.wire.session_messages import Bound, SentName
+from nblaunch.wire.messages import Bound, Order, RankExited, SentName, Settings, Source, World
+
+
+class BusyError(Exception):
+    """The ranks run something else."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A place in the queue."""
+
+    label: str = ""
+    """Of the task, such as ``Cell In[3]``; empty for a question."""
+    stop: Callable[[], None] = lambda: None
+    """Stops the task when the queue is closed."""
+
+
+class TurnQueue:
+    """The tasks that want the same ranks: one has them at a time, in the order of the calls. Thread-safe.
+
+    Attributes:
+        is_closed: No further task gets a turn.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._tickets: deque[Ticket] = deque()
+        """The first has the ranks."""
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def labels(self) -> list[str]:
+        with self._changed:
+            return [ticket.label for ticket in self._tickets]
+
+    def enqueue(self, ticket: Ticket) -> None:
+        """Append a ticket. Whatever happens, the caller discards it."""
+        with self._changed:
+            self._tickets.append(ticket)
+
+    def is_first(self, ticket: Ticket) -> bool:
+        with self._changed:
+            return bool(self._tickets) and self._tickets[0] is ticket
+
+    def ahead_of(self, ticket: Ticket) -> list[str]:
+        with self._changed:
+            tickets = list(self._tickets)
+        return [each.label for each in tickets[: tickets.index(ticket)]] if ticket in tickets else []
+
+    def discard(self, ticket: Ticket) -> None:
+        """End the turn of a ticket, or give it up. Idempotent."""
+        with self._changed:
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+            self._changed.notify_all()
+
+    def wait_for(self, ticket: Ticket, give_up: Callable[[], bool], stop: Callable[[], None]) -> None:
+        """Wait for the turn of an enqueued ticket, or until the queue is closed.
+
+        Raises:
+            BusyError: `give_up` returned True first, or the ticket was discarded.
+        """
+        with self._changed:
+            ticket.stop = stop
+            while not self.is_closed and (ticket not in self._tickets or self._tickets[0] is not ticket):
+                if give_up() or ticket not in self._tickets:
+                    raise BusyError
+                self._changed.wait(timeouts.LOG_POLL_S)
+
+    def close_if_empty(self) -> bool:
+        """Let nothing have a turn, unless a task runs or waits. Return True if no task gets a turn from now on."""
+        with self._changed:
+            self.is_closed = self.is_closed or not self._tickets
+            return self.is_closed
+
+    def close(self) -> None:
+        """Stop what has its turn, let nothing else have one, and wait until the queue is empty."""
+        self.is_closed = True
+        with self._changed:
+            self._changed.notify_all()
+            while self._tickets:
+                for ticket in list(self._tickets):
+                    ticket.stop()
+                self._changed.wait(timeouts.LOG_POLL_S)
 
 
 class SessionRanks:
     """See the module. Thread-safe through `claimed`.
 
-    Args:
-        name: The session's name.
-        plan: The settings of the ranks.
-        names: The notebook's namespace.
-        engine: Where the ranks run.
-
     Attributes:
-        id: Names the session in its ranks' environment and in its log directory.
-        group: The processes; their numbers are ranks.
         sent: The notebook's names that the ranks have.
         generation: The number of the default process group.
         unset: The ranks that have not got the notebook's random states and defaults.
-        queue: The tasks that run or wait.
-        is_ended: The ranks were let go.
         failed_first: The rank whose exception has ended the last task, if one has.
         last_sources: The cells that define what the last task ran.
         idle_since: When the last task ended, by the monotonic clock.
-        late_output: What the ranks print after the end of a task.
+        leaving: Why a node is being taken back, if its agent has said so between two tasks; empty if none is.
         own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
     """
 
@@ -75,7 +151,6 @@ class SessionRanks:
         self.idle_since = time.monotonic()
         self.late_output = LateOutput()
         self.leaving = ""
-        """Why a node is being taken back, if its agent has said so between two tasks; empty if none is."""
         self.own_path: list[str] = []
         self._engine = engine
         self._tasks = 0
@@ -105,16 +180,10 @@ class SessionRanks:
                 is_kept=True,
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
-            opened.callback(self._lose, self.group)
+            opened.callback(_lose, self.group)
             self._store = self.group.workers.open_store()
             self.group.start(self._environment)
             self._opened = opened.pop_all()
-
-    @staticmethod
-    def _lose(group: WorkerGroup) -> None:
-        """Close a group that no task may use any more."""
-        group.is_lost = True
-        group.close()
 
     def _environment(self, rank: int) -> Mapping[str, str]:
         variables = self.plan.environment(rank, self._store, self.id, 0)
@@ -123,7 +192,7 @@ class SessionRanks:
         return variables
 
     def end(self) -> None:
-        """Let the ranks exit, kill those that do not, and release everything. Idempotent."""
+        """Let the ranks exit, kill those that do not in time, and release everything. Idempotent."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -134,26 +203,31 @@ class SessionRanks:
             self._opened.close()  # the reaper kills what is left
 
     def _end_group(self) -> None:
-        """Let the ranks exit; kill those that do not in time."""
         if not self.group.is_over:
             self.group.end()
+        self._await_exits(lambda: self.group.is_over, range(self.plan.world_size))
+
+    def _await_exits(self, until: Callable[[], bool], ranks: Collection[int]) -> None:
+        """Wait for ranks that were told to exit; kill those that do not in time."""
         deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
-        while not self.group.is_over:
+        while not until():
             self._drain(timeouts.LOG_POLL_S)
             if time.monotonic() > deadline:
                 deadline += timeouts.KEPT_EXIT_TIMEOUT_S
-                self._kill(self.group.live)
+                for rank in set(ranks).intersection(self.present):
+                    self.group.signal(rank, signal.SIGKILL, group=True)
 
-    def _kill(self, ranks: Collection[int]) -> None:
-        for rank in ranks:
-            self.group.signal(rank, signal.SIGKILL, group=True)
+    def disturb(self) -> None:
+        """Replace the process group with the next task: a collective of it may not have ended on every rank."""
+        self.generation += 1
 
     def _drain(self, seconds: float) -> None:
         """Read events between two tasks: exits count, late messages do not."""
         for event in self.group.wait(seconds):
-            Task(0, self.group, NullView(), self._commands, {}, 0.0).take(event)
-            if isinstance(event, RankExited):  # the others may have waited for it
-                self.generation += 1
+            if isinstance(event, Received):
+                event.parcel.close()
+            elif isinstance(event, RankExited):  # the others may have waited for it
+                self.disturb()
             elif isinstance(event, NodeLeaving):
                 self.leaving = event.reason
 
@@ -161,17 +235,17 @@ class SessionRanks:
     @contextlib.contextmanager
     def claimed(
         self,
-        ticket: Ticket | str,
+        ticket: Ticket,
         give_up: Callable[[], bool] = lambda: False,
         stop: Callable[[], None] = lambda: None,
         *,
         needs_ranks: bool = True,
         is_task: bool = True,
     ) -> Iterator[None]:
-        """Wait for the turn of a ticket, and have the ranks until the end of the block.
+        """Wait for the turn of an enqueued ticket, and have the ranks until the end of the block.
 
         Args:
-            ticket: One that was enqueued, or the label of a new one.
+            ticket: Its place in the queue.
             give_up: Return True to wait no longer.
             stop: Called when the session is to end meanwhile.
             needs_ranks: Whether the reaper and a rank must be alive.
@@ -182,11 +256,8 @@ class SessionRanks:
             StartError: The session has ended.
         """
         has_turn = False
-        own = Ticket(ticket) if isinstance(ticket, str) else ticket
         try:
-            if own is not ticket:
-                self.queue.enqueue(own)
-            self.queue.wait_for(own, give_up, stop)
+            self.queue.wait_for(ticket, give_up, stop)
             if self.queue.is_closed:
                 raise StartError(f"session {self.name} has ended: {self.start_again}")
             has_turn = True
@@ -206,7 +277,7 @@ class SessionRanks:
             finally:
                 if is_task:
                     self.idle_since = time.monotonic()
-                self.queue.discard(own)
+                self.queue.discard(ticket)
 
     def said_of_queue(self, ticket: Ticket) -> str:
         """Return what a ticket waits for, in words; empty if it does not wait."""
@@ -215,11 +286,7 @@ class SessionRanks:
         return f"queued: session {self.name} runs {first}{more}; an interrupt ends the wait" if first else ""
 
     def check_group(self) -> None:
-        """Raise an error if the reaper is dead, and every rank with it.
-
-        Raises:
-            RankLostError: It is.
-        """
+        """Raise RankLostError if the reaper is dead, and every rank with it."""
         if self.group.is_over:
             raise RankLostError(
                 f"the ranks of session {self.name} are lost: {restart_command(self.name)} restarts them"
@@ -228,17 +295,14 @@ class SessionRanks:
     # -------------------------------------------------------------- the ranks
     @property
     def log_dir(self) -> Path:
-        """The directory of their logs before the first task."""
         return self._files.directory
 
     @property
     def present(self) -> list[int]:
-        """The ranks that are alive."""
         return [] if self.group.is_over else self.group.live
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have died."""
         return [rank for rank in range(self.plan.world_size) if rank not in self.present]
 
     @property
@@ -266,18 +330,17 @@ class SessionRanks:
         """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
         if not (self.queue or self.is_ended):
             with contextlib.suppress(NblaunchError, BusyError):
-                with self.claimed("", lambda: True, needs_ranks=False, is_task=False):
+                ticket = Ticket()
+                self.queue.enqueue(ticket)
+                with self.claimed(ticket, lambda: True, needs_ranks=False, is_task=False):
                     pass
 
-    def new_question(self, joins: bool) -> Task:
-        """Return a task that asks the ranks, which `claimed` gives to the caller.
-
-        Args:
-            joins: Whether the answers may need the process group.
-        """
+    def new_question(self, is_code: bool, joins: bool) -> Task:
+        """Return a task that asks claimed ranks. `is_code`: it runs code of the user; `joins`: in the process group."""
         self._tasks += 1
-        view, commands = NullView(), self._commands
-        return Task(self._tasks, self.group, view, commands, {}, math.inf, is_kept=True, is_question=True, joins=joins)
+        grace = timeouts.QUESTION_FREE_TIMEOUT_S if is_code else timeouts.QUESTION_STOP_TIMEOUT_S
+        policy = EXPRESSION if is_code else QUESTION
+        return Task(self._tasks, self.group, NullView(), self._commands, {}, grace, policy=policy, joins=joins)
 
     def new_task(
         self,
@@ -288,19 +351,12 @@ class SessionRanks:
         deadline: float,
         console: DebugConsole,
     ) -> Task:
-        """Return a task over the ranks, which `claimed` gives to the caller."""
         self._tasks += 1
         limits = stop_grace, deadline
-        return Task(self._tasks, self.group, view, commands, sources, *limits, is_kept=True, console=console)
+        return Task(self._tasks, self.group, view, commands, sources, *limits, policy=SESSION, console=console)
 
     def finish(self, task: Task, names: Mapping[str, SentName], settings: Settings) -> None:
-        """Note what a task has left behind. A disturbed process group is replaced with the next task.
-
-        Args:
-            task: The task, which is over.
-            names: The names that it has sent.
-            settings: The notebook's settings that it has sent.
-        """
+        """Note what a task has left behind that has sent these names and settings."""
         for rank in task.present:
             if rank.is_running:
                 self.sent.arrived(rank.rank, names)
@@ -314,24 +370,19 @@ class SessionRanks:
         has_died = any(rank.member.exited is not None for rank in task.present)
         has_failed = any(rank.done is None for rank in task.present)
         is_disturbed = task.ladder is not None or (has_failed and not _is_in_step(task))
-        if task.is_question:  # most call no collective; an interrupt may come right after one has begun
-            is_disturbed = len(_counts(task)) > 1
+        if task.policy != SESSION:  # most call no collective; an interrupt may come right after one has begun
+            is_disturbed = len(_counts(task)) > 1 or (task.ladder is not None and bool(task.ladder.freed))
         if has_died or is_disturbed:
-            self.generation += 1
-
-    @property
-    def stale(self) -> list[Bound]:
-        """The names of the ranks that are useless once the process group was replaced."""
-        return [each for rank in self.present for each in self.bound[rank] if each.of_group]
+            self.disturb()
 
     def give_up(self, task: Task) -> None:
         """End a task whose turn failed on the kernel's side, such as for want of descriptors: it must not run on."""
         deadline = time.monotonic() + timeouts.QUESTION_FREE_TIMEOUT_S
-        self.generation += 1
+        self.disturb()
         for rank in task.present:
             if not rank.is_over:
-                self.group.interrupt(rank.rank, task.number)
-                self.group.free(rank.rank, task.number)
+                rank.member.worker.interrupt(task.number)
+                rank.member.worker.free(task.number)
         with contextlib.suppress(OSError):
             while not (task.is_over or self.group.is_over or time.monotonic() > deadline):
                 for event in self.group.wait(timeouts.LOG_POLL_S):
@@ -347,17 +398,12 @@ class SessionRanks:
             RankLostError: The reaper was killed, and every rank with it.
         """
         self.group.workers.let_go(ranks)
-        deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
-        while left := [rank for rank in ranks if rank in self.present]:
-            self._drain(timeouts.LOG_POLL_S)
-            if time.monotonic() > deadline:
-                deadline += timeouts.KEPT_EXIT_TIMEOUT_S
-                self._kill(left)
+        self._await_exits(lambda: not set(ranks).intersection(self.present), ranks)
         self.check_group()
         for rank in ranks:
             self.group.restart(rank, self._environment(rank))
             self._forget(rank)
-        self.generation += 1
+        self.disturb()
 
     def renew(self) -> None:
         """Start all ranks again, with another reaper and the notebook's present folder. Call it within `claimed`.
@@ -370,7 +416,7 @@ class SessionRanks:
         self._commands = Commands()
         for rank in range(self.plan.world_size):
             self._forget(rank)
-        self.generation += 1
+        self.disturb()
         if not self._engine.is_local:
             self.plan = moved(self.plan, self._engine.machines(lambda text: None))
         self.start()
@@ -379,6 +425,12 @@ class SessionRanks:
         self.sent.forget(rank)
         self._bound[rank] = ()
         self.unset.add(rank)
+
+
+def _lose(group: WorkerGroup) -> None:
+    """Close a group that no task may use any more."""
+    group.is_lost = True
+    group.close()
 
 
 def _counts(task: Task) -> set[int]:

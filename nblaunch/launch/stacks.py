@@ -97,11 +97,7 @@ def is_ours(stack: Stack) -> bool:
 
 
 class StackFormatter:
-    """Formats stacks as the notebook formats tracebacks: cells by name, the most recent call last.
-
-    Args:
-        sources: The cells that define the ranks' functions.
-    """
+    """Formats stacks as the notebook formats tracebacks: cells by name, the most recent call last."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources = sources

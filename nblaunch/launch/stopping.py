@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -124,38 +125,55 @@ class Due:
     group: bool
 
 
+class Policy(NamedTuple):
+    """How the ranks of a task are stopped."""
+
+    keeps: bool = False
+    """They stay: they are freed from collectives, and not killed before their grace period is over."""
+    frees: bool = True
+    kills: bool = True
+    """False: what does not respond is left alone."""
+
+
+LAUNCH, SESSION = Policy(), Policy(keeps=True)
+QUESTION, EXPRESSION = Policy(keeps=True, frees=False, kills=False), Policy(keeps=True, kills=False)
+"""An expression is code of the user, which may call collectives."""
+
+
 @dataclass(slots=True)
 class Ladder:
     """The stop of one task; created when it begins.
 
-    Args:
-        reason: Why the task is stopped.
-        begun: The current time, in seconds of the monotonic clock.
-        grace: Seconds that a rank has for ``finally`` and checkpoints once it has acknowledged SIGINT.
-
     Attributes:
+        begun: In seconds of the monotonic clock.
+        grace: Seconds that a rank has for ``finally`` and checkpoints once it has acknowledged SIGINT.
         answered: Ranks that have acknowledged SIGINT.
         waiting: `silent` ranks that wait in a collective.
         left: When each rank was first seen leaving.
+        freed: When each rank was last freed from a collective.
         at_once: Skip the grace period.
     """
 
     reason: Reason
     begun: float
     grace: float
+    policy: Policy = LAUNCH
     answered: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     interrupted: set[int] = field(default_factory=set)
     left: dict[int, float] = field(default_factory=dict)
+    freed: dict[int, float] = field(default_factory=dict)
     at_once: bool = False
+    _alone_since: float | None = None
+    """When the first rank was seen to have left a task of kept ranks."""
 
     def due(self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]) -> list[Due]:
         """Return the signals that are due.
 
         Args:
             now: The current time.
-            live: Ranks whose process has not exited.
+            live: Ranks whose process has not exited; of kept ranks, those that have not finished the task.
             running: Ranks whose function has begun; the others have nothing to finish.
             leaving: Ranks whose function has ended; they are not interrupted.
         """
@@ -165,7 +183,8 @@ class Ladder:
         for rank in live:
             if rank in self.killed:
                 continue
-            if rank not in running or now >= self._deadline(rank):
+            is_idle = rank not in running and not self.policy.keeps
+            if self.policy.kills and (is_idle or now >= self._deadline(rank)):
                 self.killed.add(rank)
                 signals.append(Due(rank, signal.SIGKILL, group=True))
             elif rank not in self.interrupted and rank not in leaving:
@@ -173,32 +192,10 @@ class Ladder:
                 signals.append(Due(rank, signal.SIGINT, group=False))
         return signals
 
-    def silent(self, now: float, live: Iterable[int]) -> list[int]:
-        """Return the live ranks that are overdue with their acknowledgement after a failure.
-
-        They may wait in a collective for the rank that failed.
-        """
-        if not self._may_wait_for_others or now < self.begun + timeouts.COLLECTIVE_CHECK_DELAY_S:
-            return []
-        asked = self.interrupted - self.answered - self.killed
-        return [rank for rank in live if rank in asked and rank not in self.left]
-
-    def kill(self) -> None:
-        """Skip the grace period."""
-        self.at_once = True
-
-    @property
-    def is_by_user(self) -> bool:
-        """Return True if the user has stopped the task."""
-        return isinstance(self.reason, ByUser)
-
-    @property
-    def _may_wait_for_others(self) -> bool:
-        """Return True if ranks may wait in a collective that will not end."""
-        return not (self.is_by_user or isinstance(self.reason, TimedOut))
-
     def _deadline(self, rank: int) -> float:
         last = self.begun if self.at_once else self.begun + self.grace
+        if self.policy.keeps:
+            return last
         if rank in self.left:
             return min(last, self.left[rank] + timeouts.STOP_EXIT_TIMEOUT_S)
         if rank in self.answered:
@@ -206,70 +203,29 @@ class Ladder:
         is_blocked = rank in self.waiting
         return min(last, self.begun + (timeouts.COLLECTIVE_ACK_TIMEOUT_S if is_blocked else timeouts.ACK_TIMEOUT_S))
 
-    def countdown(self, now: float, interrupts_to_kill: int) -> str:
-        """Return what to show meanwhile.
+    def silent(self, now: float, live: Iterable[int]) -> list[int]:
+        """Return the live ranks that are overdue with their acknowledgement after a failure.
 
-        Args:
-            now: The current time.
-            interrupts_to_kill: How many more interrupts kill the ranks; 0: none does.
+        They may wait in a collective for the rank that failed. Kept ranks are freed from it instead.
         """
-        if not self.answered or self.at_once:
-            return "stopping"
-        return f"stopping: {self._seconds_left(now)} s left for checkpoints{self._how_to_kill(interrupts_to_kill)}"
-
-    def _seconds_left(self, now: float) -> str:
-        return f"{max(0.0, self.begun + self.grace - now):.0f}"
-
-    def _how_to_kill(self, interrupts: int) -> str:
-        if interrupts < 2:
-            return "; interrupt again to kill now" * interrupts
-        more = " more" if self.is_by_user else ""
-        return f"; interrupt {_TIMES[interrupts]}{more} to kill now"
-
-
-@dataclass(slots=True)
-class KeptLadder(Ladder):
-    """The stop of one task on ranks that stay: they are interrupted, then freed from collectives, never killed early.
-
-    A rank is killed when its grace period is over, or when the user insists with a third interrupt.
-    """
-
-    freed: dict[int, float] = field(default_factory=dict)
-    """When each rank was last freed."""
-    _left_at: float | None = None
-    """When the first rank was seen to have left the task."""
-
-    def due(self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]) -> list[Due]:
-        """Return the signals that are due; see `Ladder.due`. `live` are the ranks that have not finished the task."""
-        signals = []
-        for rank in live:
-            if rank in self.killed:
-                continue
-            if self.at_once or now >= self.begun + self.grace:
-                self.killed.add(rank)
-                signals.append(Due(rank, signal.SIGKILL, group=True))
-            elif rank not in self.interrupted:
-                self.interrupted.add(rank)
-                signals.append(Due(rank, signal.SIGINT, group=False))
-        return signals
+        is_early = now < self.begun + timeouts.COLLECTIVE_CHECK_DELAY_S
+        if self.policy.keeps or is_early or not self._may_wait_for_others:
+            return []
+        asked = self.interrupted - self.answered - self.killed
+        return [rank for rank in live if rank in asked and rank not in self.left]
 
     def to_free(self, now: float, live: Iterable[int], *, has_left: bool) -> list[int]:
         """Return the ranks to free from what they wait for.
 
         A rank that has acknowledged is in its ``finally``, which may have collectives: it is freed only once another
-        rank has left the task, and cannot answer them, or when half of the grace period is over.
-
-        Args:
-            now: The current time.
-            live: The ranks that have not finished the task.
-            has_left: Whether another rank has.
+        rank has left the task (`has_left`) and cannot answer them, or when half of the grace period is over.
         """
         delay = timeouts.FREE_AFTER_FAILURE_S if self._may_wait_for_others else timeouts.FREE_DELAY_S
-        if now < self.begun + delay:
+        if not (self.policy.keeps and self.policy.frees) or now < self.begun + delay:
             return []
-        if has_left and self._left_at is None:
-            self._left_at = now
-        is_alone = self._left_at is not None and now >= self._left_at + delay
+        if has_left and self._alone_since is None:
+            self._alone_since = now
+        is_alone = self._alone_since is not None and now >= self._alone_since + delay
         is_late = now >= self.begun + self.grace / 2
         cutting = self.interrupted - self.killed - (set() if is_alone or is_late else self.answered)
         waiting = [rank for rank in live if rank in cutting]
@@ -277,12 +233,26 @@ class KeptLadder(Ladder):
         self.freed.update(dict.fromkeys(found, now))
         return found
 
-    def silent(self, now: float, live: Iterable[int]) -> list[int]:
-        """Return none: a rank that waits in a collective is freed, not killed."""
-        return []
+    def is_given_up(self, now: float) -> bool:
+        """Return True if nothing more is done to ranks that have not responded."""
+        return not self.policy.kills and now >= self.begun + self.grace
+
+    @property
+    def is_by_user(self) -> bool:
+        return isinstance(self.reason, ByUser)
+
+    @property
+    def _may_wait_for_others(self) -> bool:
+        """Whether ranks may wait in a collective that will not end."""
+        return not isinstance(self.reason, (ByUser, TimedOut))
 
     def countdown(self, now: float, interrupts_to_kill: int) -> str:
-        """Return what to show meanwhile; see `Ladder.countdown`."""
-        if self.at_once:
+        """Return what to show meanwhile; `interrupts_to_kill` more interrupts kill the ranks, 0: none does."""
+        if self.at_once or not (self.answered or self.policy.keeps):
             return "stopping"
-        return f"stopping: {self._seconds_left(now)} s left{self._how_to_kill(interrupts_to_kill)}"
+        seconds = f"{max(0.0, self.begun + self.grace - now):.0f} s left"
+        kill = "; interrupt again to kill now" * interrupts_to_kill
+        if interrupts_to_kill > 1:
+            more = " more" if self.is_by_user else ""
+            kill = f"; interrupt {_TIMES[interrupts_to_kill]}{more} to kill now"
+        return f"stopping: {seconds}{'' if self.policy.keeps else ' for checkpoints'}{kill}"

@@ -40,8 +40,6 @@ class RankView:
     """What is known of one rank.
 
     Attributes:
-        rank: The rank.
-        where: Whether it waits.
         place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
         begun: Its last collective in each process group, the latest first; if it waits, the one that it waits in.
         is_busy: See `Place`.
@@ -56,7 +54,6 @@ class RankView:
     lag: float | None = None
 
     def in_group(self, name: str) -> Begun:
-        """Return its last collective in a process group."""
         return next((each for each in self.begun if each.group == name), Begun())
 
 
@@ -65,7 +62,6 @@ class StuckVerdict:
     """Why ranks wait.
 
     Attributes:
-        lines: For the user.
         is_final: Whether waiting cannot help.
         reason: The same for the same collective and the same ranks, wherever these are.
         ranks: Live ranks to debug: those that the others wait for, or one of each call if the calls differ.
@@ -78,7 +74,6 @@ class StuckVerdict:
 
     @property
     def text(self) -> str:
-        """The lines as one."""
         return "; ".join(self.lines)
 
 
@@ -225,14 +220,7 @@ def difference(
 ) -> str:
     """Return how the last collectives of two ranks differ that have begun as many of them, in a sentence and a table.
 
-    Args:
-        waiting: The last collective in each process group, the latest first, of a rank that has waited.
-        finished: The same of the rank that it has waited for.
-        ranks: The two ranks.
-        sources: The cells that they run.
-
-    Returns:
-        Words; empty if they do not differ.
+    `waiting` are those of a rank that has waited for the other; the result is empty if they do not differ.
     """
     first = waiting[0] if waiting else Begun()
     second = next((each for each in finished if each.group == first.group), Begun())
@@ -280,10 +268,7 @@ def _ranks(views: Sequence[RankView]) -> str:
 def waited_for(frames: Sequence[Frame], begun: Sequence[Begun], *, is_wait: bool = False) -> Begun | None:
     """Return the collective that a rank waits in, if its stack shows so; None if it may wait in another call of torch.
 
-    Args:
-        frames: The stack of its main thread, the oldest call first.
-        begun: Its last collective in each process group, the latest first.
-        is_wait: The stack ends in ``work.wait()``.
+    `is_wait`: the stack ends in ``work.wait()``.
     """
     last = begun[0] if begun else None
     if last is None or not last.call or not frames:
@@ -383,7 +368,6 @@ class AbandonedRanks:
         Args:
             places: Where the ranks are that have not finished the task.
             returned: The collectives of those that have.
-            now: The current time.
         """
         waits = all(self._waits(place, returned) for place in places.values())
         found = {rank: (frames_of(each.stacks, each.main), each.begun) for rank, each in places.items() if waits}

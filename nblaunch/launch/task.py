@@ -23,12 +23,14 @@ from nblaunch.launch.inspector import Inspector, Place
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import waits_in_collective
 from nblaunch.launch.stopping import (
+    LAUNCH,
+    SESSION,
     Abandoned,
     ByUser,
-    KeptLadder,
     Ladder,
     NoProgress,
     PeerFailed,
+    Policy,
     Reason,
     TakenBack,
     TimedOut,
@@ -44,13 +46,13 @@ from nblaunch.wire.messages import (
     FromDebugger,
     Interrupted,
     Leaving,
+    Names,
     NotStarted,
     RankExited,
     Running,
     Source,
     World,
 )
-from nblaunch.wire.session_messages import Names
 
 Phase = Literal["running", "returned", "failed", "stopping", "ended"]
 """``returned``: every rank has, and may still have threads. ``failed``: one has, and the others are stopped soon."""
@@ -69,17 +71,15 @@ class Task:
         sources: The cells that define its functions.
         stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
         deadline: When to stop the task, by the monotonic clock; later by the time of debugging.
-        is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
-        is_question: Whether it asks kept ranks for their names.
+        policy: How it is stopped.
         joins: Whether the ranks need their process group.
         console: What the user types for the ranks. Default: no one types.
 
     Attributes:
-        ranks: The state of each rank.
-        phase: The phase of the task.
+        present: The ranks that take part: a kept rank may have exited before.
         ladder: The stop in progress, or None.
-        inspector: Asks the ranks where they are.
-        console: Where their debuggers print, and the user types.
+        difference: How the collective that a rank waited in differs from that of the rank it waited for; empty: not
+            known.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class Task:
         sources: Mapping[str, Source],
         stop_grace: float,
         deadline: float = math.inf,
-        is_kept: bool = False,
-        is_question: bool = False,
+        policy: Policy = LAUNCH,
         joins: bool = True,
         console: DebugConsole | None = None,
     ) -> None:
@@ -100,14 +99,13 @@ class Task:
         self.sources, self.stop_grace, self.deadline = sources, stop_grace, deadline
         self.ranks = [Rank(member, is_absent=member.exited is not None) for member in group.members]
         self.present = [rank for rank in self.ranks if not rank.is_absent]
-        """The ranks that take part: a kept rank may have exited before."""
-        self._is_kept, self.is_question, self._joins = is_kept, is_question, joins
+        self.policy, self._joins = policy, joins
         self.phase: Phase = "running"
         self.ladder: Ladder | None = None
         self.inspector = Inspector(group, sources, commands, view)
         self._failure: PeerFailed | TakenBack = PeerFailed()
         """Why to stop the ranks at `_stop_at`."""
-        self._watches_stuck = joins
+        self._watches_stuck = joins and policy.kills
         self._stuck = StuckWatch(self.present, sources)
         self._observe_at = time.monotonic() + timeouts.STUCK_POLL_S
         self._shown_stuck = ""
@@ -119,14 +117,11 @@ class Task:
         self._abandonment: Abandoned | None = None
         """Which kept rank waits in a collective for one that has returned."""
         self.difference = ""
-        """How the collective that a rank waited in differs from that of the rank it waited for; empty: not known."""
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
         self._failed_at: float | None = None
-        """When the first failure was noticed."""
         self._has_noted_failure = False
         self._returned_at: float | None = None
-        """When every rank had returned."""
         self._threads_ended_at = 0.0
         self._has_noted_threads = False
         self._is_last = False
@@ -149,10 +144,10 @@ class Task:
         Args:
             world: Returns the rendezvous of a rank.
             parcel: The payload's descriptors, which stay open until every rank runs.
-            last: Let the ranks exit after this task. Default: False.
-            log_dir: Where kept ranks write from now on. Default: where they did before.
-            path: Entries that the ranks' ``sys.path`` must have. Default: none.
-            wanted: The ranks that run it; the others return None at once. Default: all.
+            last: Let the ranks exit after this task.
+            log_dir: Where kept ranks write from now on; empty: where they did before.
+            path: Entries that the ranks' ``sys.path`` must have.
+            wanted: The ranks that run it; the others return None at once. None: all.
         """
         self._is_last = last
         tasks = [
@@ -172,7 +167,6 @@ class Task:
 
     # -------------------------------------------------------------- events
     def take(self, event: Event) -> None:
-        """Update the task with an event."""
         if isinstance(event, Received):
             self._receive(self.ranks[event.rank], event.message, event.parcel)
         elif isinstance(event, LostDescriptors):
@@ -242,7 +236,7 @@ class Task:
         self._inspect(now)
         reason = self._reason_to_stop(now) if self.ladder is None else None
         if reason is not None:
-            self._stop((KeptLadder if self._is_kept else Ladder)(reason, now, self.stop_grace))
+            self.ladder, self.phase = Ladder(reason, now, self.stop_grace, self.policy), "stopping"
         live = self.group.live
         if not self._is_last:  # ranks that are done wait for the next task
             live = [rank for rank in live if not self.ranks[rank].is_over]
@@ -284,7 +278,7 @@ class Task:
             return
         waiting = [rank.rank for rank in self.present if not rank.is_over]
         returned = {rank.rank: rank.member.worker for rank in self.present if rank.done is not None}
-        may_be_abandoned = self._is_kept and bool(waiting and returned)
+        may_be_abandoned = self.policy == SESSION and bool(waiting and returned) and not self.console.is_open
         watches_stuck = self.phase == "running" and self._watches_stuck and not self.console.is_open
         if watches_stuck and now >= self._observe_at:
             self._observe_at = now + timeouts.STUCK_POLL_S
@@ -343,25 +337,20 @@ class Task:
 
     @property
     def stuck(self) -> StuckVerdict | None:
-        """Why ranks wait in a collective; None if they get on, or nothing is known."""
         return self._stuck.verdict
-
-    def _stop(self, ladder: Ladder) -> None:
-        self.ladder, self.phase = ladder, "stopping"
 
     def _climb(self, ladder: Ladder, now: float, live: list[int]) -> None:
         if self.commands.kill:
-            ladder.kill()
+            ladder.at_once = True
         running = [rank.rank for rank in self.ranks if rank.is_running]
         leaving = [rank.rank for rank in self.ranks if rank.is_leaving or rank.failed is not None]
         ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
-        if isinstance(ladder, KeptLadder):
-            has_left = any(rank.is_over for rank in self.present)
-            for number in ladder.to_free(now, live, has_left=has_left):
-                self.group.free(number, self.number)
+        has_left = any(rank.is_over for rank in self.present)
+        for number in ladder.to_free(now, live, has_left=has_left):
+            self.group.members[number].worker.free(self.number)
         for due in ladder.due(now, live, running, leaving):
             if due.signum == signal.SIGINT:
-                self.group.interrupt(due.rank, self.number)
+                self.group.members[due.rank].worker.interrupt(self.number)
             else:
                 self.group.signal(due.rank, due.signum, due.group)
         if live:
@@ -393,14 +382,14 @@ class Task:
                     "function, or a multiprocessing queue that is not read?): killed"
                 )
             )
-            self._stop(Ladder(PeerFailed(), now, 0.0))
+            self.ladder, self.phase = Ladder(PeerFailed(), now, 0.0), "stopping"
 
     def _show_states(self) -> None:
         changed = []
         stopped = self.ladder.interrupted | self.ladder.killed if self.ladder is not None else set()
         waiting = self.console.stopped
         for rank in self.ranks:
-            state = "returned" if self._is_kept and rank.done is not None else rank.state(stopped)
+            state = "returned" if self.policy.keeps and rank.done is not None else rank.state(stopped)
             state = "waiting" if state == "running" and rank.rank in waiting else state
             if state != rank.shown and rank.member.has_started:
                 rank.shown = state
@@ -409,9 +398,17 @@ class Task:
             self.view.on(RanksChanged(changed))
 
     # -------------------------------------------------------------- the end
+    def give_up(self) -> None:
+        """Stop the task, as if a rank had failed."""
+        self._stop_within(0.0)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether ranks that did not respond are left alone."""
+        return self.ladder is not None and self.ladder.is_given_up(time.monotonic())
+
     @property
     def is_over(self) -> bool:
-        """Return True if every rank has returned, failed or exited."""
         return all(rank.is_over for rank in self.ranks)
 
     def finish(self) -> Verdict:
@@ -429,17 +426,16 @@ class Task:
         return verdict
 
     def verdict(self) -> Verdict:
-        """Return the verdict so far."""
         verdict = judge([rank.end for rank in self.present], self.ladder, self.group.is_lost)
-        return replace(verdict, crashed=()) if self._is_kept else verdict  # a kept rank does not exit
+        return replace(verdict, crashed=()) if self.policy.keeps else verdict  # a kept rank does not exit
 
     def take_results(self) -> dict[int, list[int]]:
         """Return the parcels of the ranks that have returned; the caller closes their descriptors."""
-        return {rank.rank: rank.take_result() for rank in self.ranks if rank.result}
+        return {rank.rank: rank.result.take() for rank in self.ranks if rank.result}
 
     def close(self) -> None:
         """Close results that were not taken; answer open requests for stacks with none."""
         self.console.end()
         self.inspector.close()
         for rank in self.ranks:
-            rank.close()
+            rank.result.close()

@@ -41,11 +41,7 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     Success is a `Done` message of every rank: a crash of its process afterwards does not cost the result. Ranks that
     return after the timeout has interrupted them have timed out, and those whose function says so were stopped. The
     earliest *primary* failure is the cause. An error raised by a collective is secondary if anything else explains it.
-
-    Args:
-        ends: How each rank ended.
-        ladder: How the ranks were stopped; None if they were not.
-        lost: Whether the process that supervises the ranks died before them.
+    `lost`: the process that supervises the ranks died before them.
     """
     returned = [end.done.time_ns for end in ends if end.done is not None]
     if len(returned) == len(ends):

@@ -18,7 +18,7 @@ from nblaunch.engines.current import engine
 from nblaunch.engines.protocol import Workers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.export.cell_statements import CellSource
-from nblaunch.launch.frontend import view_choice, wait_in_steps
+from nblaunch.launch.frontend import Frontend, view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import NullView, Stream, View
@@ -35,7 +35,7 @@ _RUNS_HERE = re.compile(r"\A\s*(?:%%(?:time|capture|local)\b.*(?:\n|\Z))+")
 """Magics on top of a cell that runs in the notebook as if they were not there."""
 
 
-class NotebookFrontend:
+class NotebookFrontend(Frontend):
     """An IPython shell, with a kernel or in a terminal."""
 
     def __init__(self, shell: Any) -> None:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from nblaunch.machine.own_code import COLLECTIVE_LOG, is_file, is_users
-from nblaunch.wire.session_messages import CollectivesBegun
+from nblaunch.wire.messages import CollectivesBegun
 from nblaunch.wire.tables import POINT_TO_POINT, UNKNOWN, Begun, CollectiveRows, fitting, in_ranges
 
 _HOOK_ID = 0x6E626C

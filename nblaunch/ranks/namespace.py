@@ -16,8 +16,7 @@ from typing import Any
 from nblaunch.ranks.changed_values import content_of
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.wire.messages import Payload, Settings
-from nblaunch.wire.session_messages import MAX_BOUND, Bound, Losses, NamesTaken, Question, SentName
+from nblaunch.wire.messages import MAX_BOUND, Bound, Losses, NamesTaken, Payload, Question, SentName, Settings
 
 _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
@@ -151,8 +150,6 @@ class Namespace(pickling.Home):
             if self._error is not None:
                 self.examine(self._error)
             return self._error is not None
-        if question.kind == "path":
-            return list(sys.path)
         if question.kind == "losses":
             return self._find_losses()
         if question.kind == "dump":
@@ -173,7 +170,8 @@ class Namespace(pickling.Home):
         reasons = tuple(reason for name, reason in self._unsendable.items() if _is_shown(name))
         names = self._named()
         kept = [name for name in found if name not in self._unsendable and _is_shown(name)]
-        return Losses(reasons, tuple(name for name in kept if found[name] is not names.get(name)))
+        unwrapped = tuple(name for name in kept if found[name] is not names.get(name))
+        return Losses(reasons, unwrapped, tuple(map(str, sys.path)))
 
     def _why_not(self, name: str, value: Any) -> str:
         probe = _Probe(self.names, lambda obj: type(obj).__name__ if _holds_group(type(obj)) else "")

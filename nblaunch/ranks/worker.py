@@ -51,8 +51,20 @@ from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
-from nblaunch.wire.messages import Cell, Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Task
-from nblaunch.wire.session_messages import Names, NamesTaken, Question
+from nblaunch.wire.messages import (
+    Cell,
+    Done,
+    Failed,
+    Leaving,
+    Names,
+    NamesTaken,
+    Payload,
+    Question,
+    RankSpec,
+    Running,
+    StartRank,
+    Task,
+)
 
 _log = logging.getLogger(__name__)
 _VALUE = "__nblaunch_value__"

@@ -24,7 +24,7 @@ from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.parcel import region_of, sent_data_cache
 from nblaunch.transfer.tensors import BufferSink
-from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
+from nblaunch.wire.messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20

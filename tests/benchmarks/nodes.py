@@ -225,7 +225,7 @@ class _Launch(View):
         """Nothing is left of a launch."""
 
 
-class _Frontend(frontend.ScriptFrontend):
+class _Frontend(frontend.Frontend):
     def __init__(self, view: View) -> None:
         self._view = view
 

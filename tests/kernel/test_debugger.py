@@ -218,16 +218,6 @@ def test_all_asks_every_rank_also_those_that_run(kernel: Kernel) -> None:
     assert plain(cell).count("NameError: name 'nonsense' is not defined") == 2
 
 
-def test_all_ranks_continue_together(kernel: Kernel) -> None:
-    request = kernel.start_cell("%%distributed -n 2\nbreakpoint()\nprint('on', rank)")
-    kernel.wait_for_prompt()
-    kernel.finish_cell(request, until="switches to it")  # both have stopped
-    kernel.client.input("all c")
-    said = plain(kernel.finish_cell(request).check())
-    assert "on 0" in said
-    assert "on 1" in said
-
-
 def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
     cell = kernel.debug(STOPS + RUN, "rank 0", "p rank, x", "n", "q", "p rank", "c").check()
     said = plain(cell)
@@ -235,12 +225,6 @@ def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
     assert re.search(r"rank 0 runs on, Cell In\[\d+\], line 8\n", said)
     assert "(0, tensor([0., 0.]))" in said
     assert "This rank runs on by itself" in said
-
-
-def test_a_rank_that_has_returned_or_does_not_exist_is_named(kernel: Kernel) -> None:
-    cell = kernel.debug("%%distributed -n 2\nif rank: breakpoint()\nrank", "rank 0", "rank 7", "c").check()
-    assert "rank 0 runs no code of yours now\n" in plain(cell)
-    assert "there is no rank 7: the ranks are 0 to 1" in plain(cell)
 
 
 def test_quitting_interrupts_every_rank(kernel: Kernel) -> None:
@@ -298,14 +282,6 @@ def test_the_rank_goes_on_after_the_users_own_breakpoints(kernel: Kernel) -> Non
 
 
 # ------------------------------------------------------------------ time, stops and deaths
-def test_a_timeout_waits_while_the_debugger_is_open(kernel: Kernel) -> None:
-    request = kernel.start_cell(f"{STOPS}print(list(notebook_launcher(train, num_processes=2, timeout=2)))")
-    kernel.wait_for_prompt()
-    time.sleep(2.5)  # longer than the timeout
-    kernel.client.input("c")
-    assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.finish_cell(request).check().text
-
-
 def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
     request = kernel.start_cell(STOPS + RUN)
     kernel.wait_for_prompt()
@@ -348,11 +324,10 @@ def test_a_stop_from_elsewhere_ends_the_debugging(kernel: Kernel) -> None:
     assert kernel.finish_cell(request).error.startswith("LaunchStoppedError")
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_nothing_is_left_when_the_kernel_is_killed(start_method: str) -> None:
+def test_nothing_is_left_when_the_kernel_is_killed() -> None:
     with leaving_nothing(), running_kernel(CUDA_VISIBLE_DEVICES="") as kernel:
         kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.start_cell(f"{STOPS}notebook_launcher(train, num_processes=2, start_method={start_method!r})")
+        kernel.start_cell(f"{STOPS}notebook_launcher(train, num_processes=2)")
         kernel.wait_for_prompt()
         os.kill(kernel.pid, signal.SIGKILL)
         eventually(lambda: not kernel.manager.is_alive())
@@ -515,23 +490,16 @@ def train(rank):
     while rank and not (folder / 'stopped').exists():
         time.sleep(0.01)
     if rank:
-        {end}
+        raise ValueError('no')
     breakpoint()
     import torch.distributed as dist
     dist.barrier()
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "said", "error"),
-    [
-        ("raise ValueError('no')", r"rank 1 has raised ValueError: no \(Cell In\[\d+\], line 6\)", "ValueError: no"),
-        ("import os; os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL", "RankDiedError"),
-    ],
-    ids=["raises", "dies"],
-)
-def test_a_failure_is_announced_at_the_prompt(kernel: Kernel, folder: Path, end: str, said: str, error: str) -> None:
-    request = kernel.start_cell(ENDS.format(end=end) + RUN)
+def test_a_failure_is_announced_at_the_prompt(kernel: Kernel, folder: Path) -> None:
+    said = r"rank 1 has raised ValueError: no \(Cell In\[\d+\], line 6\)"
+    request = kernel.start_cell(ENDS + RUN)
     kernel.wait_for_prompt()
     (folder / "stopped").touch()
     cell = kernel.finish_cell(request, until="the launch ends once you leave the debugger")
@@ -542,7 +510,7 @@ def test_a_failure_is_announced_at_the_prompt(kernel: Kernel, folder: Path, end:
     kernel.finish_cell(request, until="rank 0 has stopped at a breakpoint, ")
     assert "stopping the other ranks" not in cell.text
     kernel.client.input("c")
-    assert kernel.finish_cell(request).error.startswith(error)
+    assert kernel.finish_cell(request).error.startswith("ValueError: no")
     assert len(re.findall(f"^{said}", plain(cell), re.M)) == 2
 
 

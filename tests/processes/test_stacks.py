@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,6 @@ def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Pa
     end(launch)
 
 
-@conformance("forkserver", "fork")
 def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> None:
     launch = begun(nap, tmp_path, start_method)
 
@@ -286,7 +284,7 @@ def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = Remembers()
-    monkeypatch.setattr("nblaunch.launch.frontend.ScriptFrontend.view", lambda frontend, choice: view)
+    monkeypatch.setattr("nblaunch.launch.frontend.Frontend.view", lambda frontend, choice: view)
     launch = begun(wait, tmp_path, start_method)
 
     texts = launch.stacks()
@@ -298,46 +296,7 @@ def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
     end(launch)
 
 
-def test_several_may_ask_at_once(start_method: str, tmp_path: Path) -> None:
-    launch = begun(wait, tmp_path, start_method)
-
-    with ThreadPoolExecutor(8) as askers:
-        answers = [asked.result(LONG) for asked in [askers.submit(launch.stacks) for _ in range(8)]]
-
-    assert all(answer == answers[0] for answer in answers)
-    assert set(answers[0]) == {0, 1}
-    end(launch)
-
-
-def test_stacks_are_empty_for_a_launch_that_ends_meanwhile(start_method: str, tmp_path: Path) -> None:
-    launch = begun(wait, tmp_path, start_method)
-    pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
-    for pid in pids.values():
-        os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: stopped(pids))
-
-    with ThreadPoolExecutor(1) as asker:
-        asked = asker.submit(launch.stacks, LONG)
-        launch.kill()
-        assert asked.result(LONG / 2) == {}
-    end(launch)
-
-
 # ------------------------------------------------------------------ a launch that takes too long
-@pytest.mark.alone
-def test_a_timeout_names_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
-    launch = begun(wait, tmp_path, start_method, timeout=5.0)  # they must be there by then
-
-    with pytest.raises(LaunchTimeoutError) as raised:
-        launch.result()
-
-    head, *places, last = str(raised.value).splitlines()
-    assert head == "wait took longer than timeout=5 s and was stopped."
-    where = re.escape(f'"{__file__}", line ') + r"\d+: time\.sleep\(LONG\)"
-    assert re.fullmatch(rf"    rank 0 was in {where}\n    rank 1 was in {where}", "\n".join(places))
-    assert last.startswith("Logs: ")
-
-
 @pytest.mark.alone
 def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(start_method: str, tmp_path: Path) -> None:
     since = time.monotonic()

@@ -115,20 +115,6 @@ def checkpoint_for_a_minute(rank: int, folder: Path) -> None:
     write_checkpoint(rank, folder, LONG)
 
 
-def return_or_wait(rank: int, folder: Path) -> str:
-    note(folder, "pid", rank, os.getpid())
-    if rank == 1:
-        time.sleep(LONG)
-    return f"from rank {rank}"
-
-
-def fail_while_the_other_works(rank: int, folder: Path) -> None:
-    if rank == 1:
-        write_checkpoint(rank, folder, 1.0)
-    eventually(lambda: (folder / "ready1").exists())
-    raise ValueError("rank 0 gives up")
-
-
 class BlocksInC(io.BytesIO):
     """A slow disk: its first write stays in C, which no signal ends, until `go_on` is called by another thread."""
 
@@ -298,18 +284,6 @@ def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method:
 
 
 # ------------------------------------------------------------------ time to finish
-@conformance("forkserver", "fork")
-def test_a_checkpoint_in_finally_is_written_whole(start_method: str, tmp_path: Path) -> None:
-    launch = begin(checkpoint_for_a_second, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "ready", 2))
-
-    launch.stop()
-
-    with pytest.raises(LaunchStoppedError, match=r"checkpoint_for_a_second was stopped after .* Logs: "):
-        launch.result()
-    assert noted(tmp_path, "checkpoint", 2)
-
-
 def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path: Path) -> None:
     """The notebook raises the stop instead."""
     launch = begin(fail_in_the_checkpoint, tmp_path, start_method)
@@ -411,7 +385,6 @@ def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp
 
 
 @pytest.mark.alone
-@conformance("forkserver", "fork")
 def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "ready", 2))
@@ -423,13 +396,6 @@ def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_pa
 
     assert seconds_to_end(launch, begun) < 6.0
     assert not (tmp_path / "checkpoint0").exists()
-
-
-def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rank 0 gives up"):
-        begin(fail_while_the_other_works, tmp_path, start_method).result()
-
-    assert (tmp_path / "checkpoint1").read_text() == "whole"
 
 
 def test_a_failure_interrupts_a_rank_that_saves(start_method: str, tmp_path: Path) -> None:
@@ -525,27 +491,3 @@ def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
         begin(checkpoint_for_a_minute, tmp_path, start_method)
 
     assert live_launches() == []
-
-
-# ------------------------------------------------------------------ what is known afterwards
-def test_values_returned_before_the_stop_are_kept(start_method: str, tmp_path: Path) -> None:
-    launch = begin(return_or_wait, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "pid", 2))
-    eventually(lambda: not state_if_any(read(tmp_path, "pid", 0)))
-
-    launch.stop()
-
-    with pytest.raises(LaunchStoppedError, match="was stopped") as stopped:
-        launch.result()
-    assert stopped.value.results == {0: "from rank 0"}
-
-
-def test_stopping_and_killing_a_launch_that_has_ended_does_nothing(start_method: str, tmp_path: Path) -> None:
-    (tmp_path / "leave").touch()
-    launch = begin(count_interrupts, tmp_path, start_method)
-    assert list(launch.result()) == [0, 0]
-
-    launch.stop()
-    launch.kill()
-
-    assert list(launch.result()) == [0, 0]

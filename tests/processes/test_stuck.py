@@ -19,10 +19,10 @@ from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import CollectiveError, LaunchTimeoutError
 from nblaunch.launch.failures import describe
-from nblaunch.launch.frontend import ScriptFrontend
+from nblaunch.launch.frontend import Frontend
 from nblaunch.launch.views import Event, NullView, Stuck
 from nblaunch.machine import timeouts
-from tests.conftest import eventually
+from tests.conftest import LONG, eventually
 from tests.processes.conftest import Launcher
 
 _WAYS = ["kernels", "hook"] if hasattr(ProcessGroup, "register_pre_hook") else ["kernels"]
@@ -101,7 +101,7 @@ def a_receive_without_a_send(rank: int) -> None:
 
 
 def a_straggler(rank: int) -> None:
-    for _ in range(6):
+    for _ in range(3):
         time.sleep(0.4 * rank)
         agreed()
         time.sleep(0.6)  # the ranks are seen to have begun the same one
@@ -145,17 +145,25 @@ def slow_but_healthy(rank: int) -> int:
         (a_missing_backward, ["rank 0 waits in all_reduce #", "rank 1 has begun", "time.sleep(60)"]),
     ],
 )
-def test_the_wait_is_explained_and_in_the_timeouts_error(
-    function: Callable[..., Any], words: list[str], launch: Launcher, capsys: pytest.CaptureFixture[str]
+def test_the_wait_is_explained(
+    function: Callable[..., Any], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limit = 10.0 if function is a_missing_backward else 4.0  # DistributedDataParallel has much to import
-    with pytest.raises(LaunchTimeoutError) as caught:
-        launch(function, view="text", timeout=limit, stop_grace=0.1)
-    shown = capsys.readouterr().out
-    for word in words:
-        assert word in shown
-        assert word in str(caught.value)
-    assert shown.count("Waiting for") == 1
+    launch: Any = nblaunch.notebook_launcher(function, num_processes=2, block=False, view="text")
+    shown: list[str] = []
+
+    def is_explained() -> bool:
+        shown.append(capsys.readouterr().out)
+        return all(word in "".join(shown) for word in words)
+
+    eventually(is_explained, LONG, lambda: "".join(shown))
+    launch.kill()
+    launch.wait()
+    assert "".join(shown).count("Waiting for") == 1
+
+
+def test_the_wait_is_in_the_timeouts_error(launch: Launcher) -> None:
+    with pytest.raises(LaunchTimeoutError, match=r"(?s)rank 0 waits in barrier #2.*rank 1 has begun 1 of 2"):
+        launch(a_late_rank, timeout=4.0, stop_grace=0.1)
 
 
 @_BOTH_WAYS
@@ -180,12 +188,11 @@ def test_checks_find_calls_that_differ(function: Callable[..., Any], aspect: str
 
 def test_a_ranks_usual_lag_is_told(launch: Launcher) -> None:
     with pytest.raises(
-        LaunchTimeoutError, match=r"rank 1 has begun 7 of 8.*it is usually \d\.\d s later than the first"
+        LaunchTimeoutError, match=r"rank 1 has begun 4 of 5.*it is usually \d\.\d s later than the first"
     ):
-        launch(a_straggler, view="none", timeout=12.0, stop_grace=0.1)
+        launch(a_straggler, view="none", timeout=7.0, stop_grace=0.1)
 
 
-@_BOTH_WAYS
 def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "COLLECTIVE_TIMEOUT_S", 2.0)
     with pytest.raises(CollectiveError, match=r"(?s)was stopped:.*rank 0 waits in barrier #2") as caught:
@@ -244,7 +251,7 @@ def waits_twice(files: str, rank: int) -> None:
 
 def test_the_reason_goes_when_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Remembers()
-    monkeypatch.setattr(ScriptFrontend, "view", lambda self, choice: view)
+    monkeypatch.setattr(Frontend, "view", lambda self, choice: view)
     launch: Any = nblaunch.notebook_launcher(waits_twice, (str(tmp_path / "go"),), num_processes=2, block=False)
     for number in range(2):
         eventually(lambda: len(view.shown) == 1 + 2 * (tmp_path / "go0").exists())

@@ -24,6 +24,7 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import make_plan
+from nblaunch.launch.stopping import SESSION
 from nblaunch.launch.task import Task
 from nblaunch.launch.views import NullView
 from nblaunch.machine.inventory import this_process
@@ -57,7 +58,7 @@ class Group:
     def begin(self, function: Callable[..., Any], *args: Any, generation: int = 0) -> Task:
         shipment = payloads.ship(payloads.for_function(function, args, {}))
         assert shipment.parcel is not None
-        task = Task(next(self._numbers), self.group, NullView(), self.commands, {}, 30.0, is_kept=True)
+        task = Task(next(self._numbers), self.group, NullView(), self.commands, {}, 30.0, policy=SESSION)
         task.send(lambda rank: replace(self.plan.world(rank, self.store), generation=generation), shipment.parcel.fds)
         self.follow(task, lambda: all(rank.is_running or rank.failed for rank in task.ranks))
         shipment.parcel.close()
@@ -151,7 +152,7 @@ def test_an_interrupt_that_comes_too_late_hits_no_later_task(ranks: Group, tmp_p
     assert ranks.end(first) == {0: "undisturbed", 1: "undisturbed"}
     second = ranks.begin(wait_for_file, str(tmp_path / "second"))
     for member in ranks.group.members:
-        ranks.group.interrupt(member.rank, first.number)
+        member.worker.interrupt(first.number)
         member.worker.tell(Look(second.number, "place"))  # its answer shows that the interrupt was read
     said: list[str] = []
 
@@ -170,7 +171,7 @@ def test_an_interrupt_stops_its_own_task_alone(ranks: Group, tmp_path: Path) -> 
         task = ranks.begin(wait_for_file, str(tmp_path / name))
         for rank in range(2):
             eventually(Path(f"{tmp_path / name}.begun{rank}").exists, LONG)
-            ranks.group.interrupt(rank, task.number)
+            ranks.group.members[rank].worker.interrupt(task.number)
         assert ranks.end(task) == {0: "interrupted", 1: "interrupted"}
         assert all(rank.interrupted for rank in task.ranks)
     assert [total for _, total in ranks.run(sum_of_ranks, 0).values()] == [1.0, 1.0]

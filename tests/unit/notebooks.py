@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import linecache
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nblaunch.launch.export.cell_statements import CellSource
-from nblaunch.launch.frontend import register, wait_in_steps
-from nblaunch.launch.text_view import plain_writer
-from nblaunch.launch.views import NullView, Stream, View
+from nblaunch.launch.frontend import Frontend, register
+from nblaunch.launch.views import NullView, View
 
 
-class Notebook:
+class Notebook(Frontend):
     """A host whose cells share the namespace of a module called ``__main__``."""
 
     def __init__(self) -> None:
@@ -33,40 +30,14 @@ class Notebook:
     def view(self, choice: str) -> View:
         return NullView()
 
-    def writer(self) -> Callable[[str, Stream], None]:
-        return plain_writer()
-
     def cell_label(self, filename: str) -> str:
         return self.labels.get(filename, "")
-
-    def cuda_cell(self) -> str:
-        return ""
 
     def notebook_names(self) -> dict[str, Any]:
         return self.names
 
-    def cells(self) -> list[CellSource]:
-        return []
-
-    def show_session(self, state: object, env: object, workers: object) -> None:
-        pass
-
-    def forget_thread(self) -> None:
-        pass
-
     def can_type(self) -> bool:
         return False
-
-    def examines(self) -> bool:
-        return False
-
-    def was_examined(self) -> None:
-        pass
-
-    def wait(
-        self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
-    ) -> bool:
-        return wait_in_steps(over, timeout, between=between)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ RANK_SHELL, RANK_DEBUGGER = "rank_shell.py", "debugger.py"
 NOTEBOOK_NAMES = "main_module.py"
 """Imports the shell by name."""
 TASK = (
-    *("group.py", "inspector.py", "rank_state.py", "stacks.py", "stopping.py", "stuck.py", "supervisor.py"),
+    *("group.py", "inspector.py", "rank_state.py", "stacks.py", "stopping.py", "stuck.py"),
     *("task.py", "verdict.py"),
 )
 """The modules of launch/ that see a task through, whatever the engine."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.stopping import ByUser, Due, KeptLadder, Ladder, PeerFailed, Reason, TimedOut
+from nblaunch.launch.stopping import EXPRESSION, QUESTION, SESSION, ByUser, Due, Ladder, PeerFailed, Reason, TimedOut
 
 BEGUN = 100.0
 GRACE = 30.0
@@ -39,13 +39,6 @@ def interrupts(*ranks: int) -> list[Due]:
 
 def kills(*ranks: int) -> list[Due]:
     return [Due(rank, signal.SIGKILL, group=True) for rank in ranks]
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_each_running_rank_is_interrupted_once(reason: Reason) -> None:
-    stop = Stop(3, reason)
-    assert stop.at(0) == interrupts(0, 1, 2)
-    assert stop.at(0) == stop.at(0.1) == stop.at(0.2) == []
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -111,13 +104,13 @@ def test_a_second_interrupt_kills_now_also_those_that_answered() -> None:
     stop = Stop(2)
     stop.at(0)
     stop.answers(0)
-    stop.ladder.kill()
+    stop.ladder.at_once = True
     assert stop.at(0.1) == kills(0, 1)
 
 
 def test_an_immediate_kill_interrupts_no_rank() -> None:
     stop = Stop(2)
-    stop.ladder.kill()
+    stop.ladder.at_once = True
     assert stop.at(0) == kills(0, 1)
 
 
@@ -156,19 +149,13 @@ def test_leaving_does_not_outlast_the_grace() -> None:
     assert stop.at(GRACE) == kills(0)
 
 
-def test_a_rank_that_has_ended_gets_nothing() -> None:
-    stop = Stop(3)
-    stop.live = [1]
-    assert stop.at(0) == interrupts(1)
-
-
 def test_the_countdown_is_shown_once_a_rank_has_answered() -> None:
     stop = Stop(2)
     assert stop.ladder.countdown(BEGUN + 1, 1) == "stopping"
     stop.answers(0)
     assert stop.ladder.countdown(BEGUN + 1.2, 1) == "stopping: 29 s left for checkpoints; interrupt again to kill now"
     assert stop.ladder.countdown(BEGUN + 99, 1).startswith("stopping: 0 s left")
-    stop.ladder.kill()
+    stop.ladder.at_once = True
     assert stop.ladder.countdown(BEGUN + 2, 1) == "stopping"
 
 
@@ -177,7 +164,7 @@ def test_a_countdown_says_how_many_interrupts_kill() -> None:
     stop.answers(0)
     assert stop.ladder.countdown(BEGUN, 2) == "stopping: 30 s left for checkpoints; interrupt twice to kill now"
     assert stop.ladder.countdown(BEGUN, 0) == "stopping: 30 s left for checkpoints"
-    kept = KeptLadder(ByUser(), BEGUN, GRACE)
+    kept = Ladder(ByUser(), BEGUN, GRACE, SESSION)
     assert kept.countdown(BEGUN, 2) == "stopping: 30 s left; interrupt twice more to kill now"
     assert kept.countdown(BEGUN, 1) == "stopping: 30 s left; interrupt again to kill now"
 
@@ -216,7 +203,7 @@ def test_no_rank_gets_two_interrupts_nor_anything_after_its_kill(
             case "end":
                 stop.live = [other for other in stop.live if other != rank]
             case "kill":
-                stop.ladder.kill()
+                stop.ladder.at_once = True
         for due in stop.at(now):
             assert due.rank in stop.live
             assert due.group == (due.signum == signal.SIGKILL)
@@ -230,7 +217,7 @@ def test_no_rank_gets_two_interrupts_nor_anything_after_its_kill(
 # ------------------------------------------------------------------ ranks that stay
 def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
     stop = Stop(2)
-    stop.ladder = ladder = KeptLadder(ByUser(), BEGUN, GRACE)
+    stop.ladder = ladder = Ladder(ByUser(), BEGUN, GRACE, SESSION)
     stop.running = set()  # it waits for the others to join the group
     assert stop.at(0) == interrupts(0, 1)
     assert ladder.to_free(BEGUN + 0.49, [0, 1], has_left=False) == []
@@ -241,14 +228,8 @@ def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
     assert stop.at(GRACE) == kills(0, 1)
 
 
-def test_a_kept_rank_is_freed_at_once_after_a_failure() -> None:
-    ladder = KeptLadder(PeerFailed(), BEGUN, GRACE)
-    ladder.due(BEGUN, [0], [0], [])
-    assert ladder.to_free(BEGUN + 0.11, [0], has_left=True) == [0]
-
-
 def test_a_kept_rank_in_its_finally_is_freed_once_a_peer_has_left() -> None:
-    ladder = KeptLadder(ByUser(), BEGUN, GRACE)
+    ladder = Ladder(ByUser(), BEGUN, GRACE, SESSION)
     ladder.due(BEGUN, [0, 1, 2], [0, 1, 2], [])
     ladder.answered = {0, 1}
     assert ladder.to_free(BEGUN + 1, [0, 1, 2], has_left=False) == [2]
@@ -258,7 +239,7 @@ def test_a_kept_rank_in_its_finally_is_freed_once_a_peer_has_left() -> None:
 
 
 def test_a_kept_rank_in_its_finally_is_freed_before_it_is_killed() -> None:
-    ladder = KeptLadder(ByUser(), BEGUN, GRACE)
+    ladder = Ladder(ByUser(), BEGUN, GRACE, SESSION)
     ladder.due(BEGUN, [0, 1], [0, 1], [])
     ladder.answered = {0, 1}
     assert ladder.to_free(BEGUN + GRACE * 0.49, [0, 1], has_left=False) == []
@@ -267,8 +248,18 @@ def test_a_kept_rank_in_its_finally_is_freed_before_it_is_killed() -> None:
 
 def test_a_kept_rank_is_killed_when_the_user_insists() -> None:
     stop = Stop(1)
-    stop.ladder = KeptLadder(ByUser(), BEGUN, GRACE)
+    stop.ladder = Ladder(ByUser(), BEGUN, GRACE, SESSION)
     assert stop.at(0) == interrupts(0)
-    stop.ladder.kill()
+    stop.ladder.at_once = True
     assert stop.at(0.1) == kills(0)
     assert stop.ladder.countdown(BEGUN + 0.1, 0) == "stopping"
+
+
+def test_a_question_kills_no_rank_and_is_given_up() -> None:
+    for policy, freed in ((QUESTION, []), (EXPRESSION, [0])):
+        stop = Stop(1)
+        stop.ladder = ladder = Ladder(PeerFailed(), BEGUN, 2.5, policy)
+        assert stop.at(0) == interrupts(0)
+        assert ladder.to_free(BEGUN + 0.11, [0], has_left=False) == freed
+        assert stop.at(60) == []
+        assert (ladder.is_given_up(BEGUN + 2.4), ladder.is_given_up(BEGUN + 2.5)) == (False, True)

@@ -16,7 +16,6 @@ import pytest
 
 from nblaunch.engines.protocol import LostDescriptors
 from nblaunch.errors import StartError
-from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
@@ -25,8 +24,8 @@ from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.terminal_lines import last_lines
 from nblaunch.launch.plan import make_plan
+from nblaunch.launch.run import Job, Run, supervise
 from nblaunch.launch.stopping import TimedOut
-from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.views import Countdown, Logs, Note, NullView, RanksChanged, RanksPlaced, Reports, StacksShown, View
 from nblaunch.launch.views import Event as ShownEvent
@@ -142,7 +141,7 @@ class Scene:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("task", "group", "supervisor"):
+    for module in ("task", "group", "run"):
         monkeypatch.setattr(f"nblaunch.launch.{module}.time", clock)
     return clock
 
@@ -170,6 +169,7 @@ def scene(begin: Callable[..., Scene]) -> Scene:
 def test_a_task_whose_ranks_all_return_has_finished(scene: Scene) -> None:
     scene.run_all()
     assert (scene.phase, scene.view.states) == ("running", {0: "running", 1: "running"})
+    assert scene.view.pids == {0: FAKE_PID, 1: FAKE_PID + 1}
     for worker in scene.workers.ranks:
         worker.returns_and_exits()
     scene.step()
@@ -181,10 +181,6 @@ def test_a_task_whose_ranks_all_return_has_finished(scene: Scene) -> None:
     assert scene.phase == "ended"
     assert scene.view.states == {0: "returned", 1: "returned"}
     assert scene.signals() == [[], []]
-
-
-def test_the_view_gets_the_pids(scene: Scene) -> None:
-    assert scene.view.pids == {0: FAKE_PID, 1: FAKE_PID + 1}
 
 
 def test_a_task_is_over_when_each_rank_has_returned_or_failed(scene: Scene) -> None:
@@ -269,6 +265,7 @@ def test_a_failure_stops_the_others_after_a_moment(scene: Scene) -> None:
     assert scene.phase == "stopping"
     assert scene[0].signals == [signal.SIGINT]
     assert scene.cause == ("failed", "exception", 1)
+    assert scene.view.states == {0: "stopping", 1: "failed"}
 
 
 def test_a_result_that_cannot_be_sent_lets_the_others_return(scene: Scene) -> None:
@@ -291,15 +288,6 @@ def test_a_dead_rank_is_the_cause_and_a_collectives_error_its_echo(scene: Scene)
     assert scene.cause == ("failed", "died", 0)
     scene.step()
     assert scene.view.states == {0: "failed", 1: "ended"}
-
-
-def test_a_rank_that_finished_explains_a_collectives_error(scene: Scene) -> None:
-    scene.run_all()
-    scene[0].returns()
-    scene.clock.now += 0.01
-    scene[1].raises(collective="all_reduce")
-    scene.step()
-    assert scene.cause == ("failed", "collective", 1)
 
 
 def test_a_failure_is_noted_once_while_others_still_run(scene: Scene) -> None:
@@ -371,34 +359,6 @@ def test_a_rank_that_acknowledges_has_its_grace(scene: Scene) -> None:
     assert scene.cause == ("stopped", "", -1)
 
 
-def test_a_rank_that_does_not_acknowledge_is_killed(scene: Scene) -> None:
-    scene.run_all()
-    scene.commands.ask()
-    scene.step()
-    scene.step(timeouts.ACK_TIMEOUT_S - 0.1)
-    assert scene[0].signals == [signal.SIGINT]
-    scene.step(0.1)
-    assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
-
-
-def test_a_rank_that_has_not_begun_is_killed_at_once(scene: Scene) -> None:
-    scene[0].runs()
-    scene.commands.ask()
-    scene.step()
-    assert scene.signals() == [[signal.SIGINT], [signal.SIGKILL]]
-
-
-def test_a_kill_skips_the_grace(scene: Scene) -> None:
-    scene.run_all()
-    for worker in scene.workers.ranks:
-        worker.on_interrupt = worker.acknowledges
-    scene.commands.ask()
-    scene.step()
-    scene.commands.ask(kill=True)
-    scene.step()
-    assert scene.signals() == [[signal.SIGINT, signal.SIGKILL]] * 2
-
-
 def test_ranks_that_return_during_a_stop_have_finished(scene: Scene) -> None:
     scene.run_all()
     for worker in scene.workers.ranks:
@@ -407,6 +367,7 @@ def test_ranks_that_return_during_a_stop_have_finished(scene: Scene) -> None:
     scene.step()
     scene.step()
     assert scene.task.verdict().state == "finished"
+    assert scene.view.states == {0: "returned", 1: "returned"}
 
 
 def test_a_rank_in_a_collective_is_killed_soon_after_a_failure(scene: Scene) -> None:
@@ -476,6 +437,7 @@ def test_a_returned_rank_may_wait_for_its_threads(scene: Scene) -> None:
     for _ in range(4):
         scene.step(timeouts.EXIT_TIMEOUT_S)
     assert scene.signals() == [[], []]
+    assert scene.view.states == {0: "running", 1: "running"}
     assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
 
 
@@ -612,7 +574,7 @@ def test_the_view_is_shown_the_stacks_it_asked_for(scene: Scene) -> None:
     assert scene.view.texts[1].startswith("no answer within 2 s")
 
 
-# ------------------------------------------------------------------ one attempt
+# ------------------------------------------------------------------ one run
 class Script(FakeWorkers):
     """Ranks that do their part when the supervisor waits for them."""
 
@@ -626,12 +588,12 @@ class Script(FakeWorkers):
         return super().wait(seconds)
 
 
-def attempt_of(workers: FakeWorkers, view: View) -> tuple[Attempt, FakeEngine]:
+def run_of(workers: FakeWorkers, view: View) -> tuple[Run, FakeEngine]:
     engine = FakeEngine(workers)
     plan = make_plan([Machine(0, 2, "linux", {"HOME": "/root"})], engine, Options(num_processes=2))
-    payload = Payload(len, (), {}, test_the_view_gets_the_pids, Settings(), {})
+    payload = Payload(len, (), {}, hello, Settings(), {})
     job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf, DebugConsole(2, {}))
-    return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine
+    return Run(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine
 
 
 def both(act: Callable[[FakeWorker], None]) -> Callable[[FakeWorkers], None]:
@@ -652,24 +614,24 @@ def hello(*stuck: int) -> Script:
     )
 
 
-def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
+def test_a_run_runs_one_task_and_closes_its_group() -> None:
     view, workers = Recorder(), hello(7)
-    attempt, engine = attempt_of(workers, view)
-    assert attempt.run(engine).state == "finished"
+    run, engine = run_of(workers, view)
+    assert run.start(engine).state == "finished"
     assert view.printed == {(0, "out"): ["hello"], (1, "out"): ["hello"]}
     assert view.notes == ["processes 7 survived SIGKILL: they wait in the operating system"]
     assert workers.is_closed
     assert engine.orders[0].world_size == 2
-    attempt.commands.close()
+    run.commands.close()
 
 
 def test_views_get_the_ranks_and_logs_outlive_the_group() -> None:
     view, workers = Recorder(), hello()
-    attempt, engine = attempt_of(workers, view)
-    attempt.run(engine)
+    run, engine = run_of(workers, view)
+    run.start(engine)
     assert view.workers == [workers]
-    assert last_lines(attempt.output.ranks[1].logs["out"]) == "hello"
-    attempt.commands.close()
+    assert last_lines(run.output.ranks[1].logs["out"]) == "hello"
+    run.commands.close()
 
 
 def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> None:
@@ -691,11 +653,11 @@ def test_an_attempt_whose_rank_cannot_start_says_why() -> None:
         both(FakeWorker.exits),
         lambda workers: workers.sweeps(),
     )
-    attempt, engine = attempt_of(workers, Recorder())
+    run, engine = run_of(workers, Recorder())
     with pytest.raises(StartError, match="rank 0 could not be started: no memory"):
-        attempt.run(engine)
+        run.start(engine)
     assert workers.is_closed
-    attempt.commands.close()
+    run.commands.close()
 
 
 @pytest.mark.parametrize("step", ["start", "send_tasks", "wait"])
@@ -705,11 +667,11 @@ def test_an_attempt_that_cannot_start_closes_its_group(monkeypatch: pytest.Monke
 
     workers = FakeWorkers(2)
     monkeypatch.setattr(workers, step, refuse)
-    attempt, engine = attempt_of(workers, Recorder())
+    run, engine = run_of(workers, Recorder())
     with pytest.raises(StartError, match="out of descriptors"):
-        attempt.run(engine)
+        run.start(engine)
     assert workers.is_closed
-    attempt.commands.close()
+    run.commands.close()
 
 
 def test_results_of_an_attempt_that_is_refused_are_closed() -> None:
@@ -720,22 +682,22 @@ def test_results_of_an_attempt_that_is_refused_are_closed() -> None:
         both(FakeWorker.exits),
         lambda workers: workers.sweeps(),
     )
-    attempt, engine = attempt_of(workers, Recorder())
+    run, engine = run_of(workers, Recorder())
     with pytest.raises(StartError, match="rank 1 could not be started: no memory"):
-        attempt.run(engine)
+        run.start(engine)
     os.close(write)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read)
-    attempt.commands.close()
+    run.commands.close()
 
 
 def test_an_attempt_that_is_killed_as_it_starts_was_stopped() -> None:
     workers = Script(lambda workers: None, lambda workers: workers.sweeps())
     for worker in workers.ranks:
         worker.clock = time.monotonic
-    attempt, engine = attempt_of(workers, Recorder())
-    attempt.commands.ask(kill=True)
-    assert attempt.run(engine).state == "stopped"
+    run, engine = run_of(workers, Recorder())
+    run.commands.ask(kill=True)
+    assert run.start(engine).state == "stopped"
     assert [worker.signals for worker in workers.ranks] == [[signal.SIGKILL]] * 2
     assert workers.is_closed
-    attempt.commands.close()
+    run.commands.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
+from nblaunch.launch.session_ranks import BusyError, Ticket, TurnQueue
 
 
 def enqueued(queue: TurnQueue) -> Ticket:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
+from nblaunch.launch.frontend import Frontend, host, register, view_choice
 from nblaunch.launch.machines import with_usable_method
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.terminal_lines import LineAssembler
@@ -477,14 +477,14 @@ def test_the_plain_writer_manages_a_terminal_that_is_not_utf8(monkeypatch: pytes
 def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBLAUNCH_VIEW", raising=False)
     for choice in ("auto", "text"):
-        view = ScriptFrontend().view(choice)
+        view = Frontend().view(choice)
         view.on(Logs([lines_of(0, "out", "line", open=["partial"])]))
         assert capsys.readouterr().out == "[rank 0] line\n"
-    assert isinstance(ScriptFrontend().view("none"), NullView)
+    assert isinstance(Frontend().view("none"), NullView)
 
 
 def test_a_script_has_no_cells() -> None:
-    script = ScriptFrontend()
+    script = Frontend()
     assert (script.cell_label("script.py"), script.cuda_cell(), script.notebook_names()) == ("", "", None)
 
 
@@ -502,15 +502,15 @@ def test_the_variable_overrides_auto_alone(
 def test_an_unknown_view_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_VIEW", "loud")
     with pytest.raises(ArgumentError, match='view=\'panels\': use "auto", "text" or "none"'):
-        ScriptFrontend().view("panels")
+        Frontend().view("panels")
     with pytest.raises(ArgumentError, match="NBLAUNCH_VIEW='loud': use"):
-        ScriptFrontend().view("auto")
+        Frontend().view("auto")
 
 
 @pytest.mark.usefixtures("script_frontend")
 def test_a_frontend_can_be_registered() -> None:
-    assert isinstance(host(), ScriptFrontend)
-    mine: Frontend = ScriptFrontend()
+    assert isinstance(host(), Frontend)
+    mine: Frontend = Frontend()
     register(mine)
     assert host() is mine
     register(None)

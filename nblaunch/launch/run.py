@@ -1,0 +1,333 @@
+"""One run of a task over ranks: new ones, which end with it, or kept ones of a session, whose turn it is.
+
+Runs in a thread of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nblaunch.engines.protocol import Engine
+from nblaunch.errors import StartError
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.debug_console import DebugConsole
+from nblaunch.launch.frontend import host
+from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.output.follower import OutputFollower
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.plan import Plan, moved
+from nblaunch.launch.session_ranks import SessionRanks, Ticket
+from nblaunch.launch.session_state import debug_command, no_group, restart_command
+from nblaunch.launch.stuck import in_words, place_of
+from nblaunch.launch.task import Task
+from nblaunch.launch.verdict import Verdict
+from nblaunch.launch.views import Note, RanksPlaced, Tick, View
+from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import Process
+from nblaunch.wire.messages import CollectivesBegun, Order, Payload, Question, SentName, Source
+
+_MAX_NAMED = 6
+_MAX_PUSHED = 3
+"""Names in one note."""
+_CREATE_AGAIN = {
+    "DistributedDataParallel": "{0} = torch.nn.parallel.DistributedDataParallel({0}.module)",
+    "DeviceMesh": '{0} = torch.distributed.init_device_mesh("cpu", (world_size,))',
+    "ProcessGroup": "{0} = torch.distributed.new_group()",
+}
+"""By type, how to create a stale object again, with its name for ``{0}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the runs of a launch share."""
+
+    plan: Plan
+    launch_id: str
+    process: Process
+    """The state of the notebook's process that ranks start from."""
+    payload: Payload
+    parcel: Sequence[int]
+    """The payload's descriptors; none if ranks share the notebook's memory."""
+    sources: Mapping[str, Source]
+    """The cells that define the function."""
+    deadline: float
+    """When to stop it, by the monotonic clock."""
+    console: DebugConsole
+    """What the user types for the ranks."""
+
+
+def on_nodes_of_now(job: Job, engine: Engine, view: View, commands: Commands) -> Job:
+    """Return the job of the next attempt: nodes that are lost have been replaced.
+
+    Raises:
+        StartError: They could not be.
+    """
+    if engine.is_local:
+        return job
+    machines = engine.machines(lambda text: view.on(Note(text)), lambda: commands.stop)
+    return replace(job, plan=moved(job.plan, machines))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a launch runs that does not start ranks of its own."""
+
+    ranks: SessionRanks
+    ticket: Ticket
+    names: Mapping[str, SentName]
+    """The notebook's names that the payload binds."""
+
+
+class Run:
+    """See the module. `number` is that of the restarts before.
+
+    Attributes:
+        results: The parcels of the ranks that have returned; the caller closes them.
+        hint: What to do about a missing process group; empty if there is one.
+    """
+
+    group: WorkerGroup
+    task: Task
+    output: OutputFollower
+
+    def __init__(self, job: Job, number: int, files: LaunchFiles, view: View, commands: Commands) -> None:
+        self.job, self.number, self.files, self.view, self.commands = job, number, files, view, commands
+        self.results: dict[int, list[int]] = {}
+        self.hint = ""
+
+    # -------------------------------------------------------------- new ranks
+    def start(self, engine: Engine) -> Verdict:
+        """Start ranks, run the task, and wait until every rank has exited.
+
+        Raises:
+            StartError: A rank could not be started; none is left.
+        """
+        job, plan = self.job, self.job.plan
+        order = Order(
+            job.launch_id,
+            plan.world_size,
+            plan.ranks,
+            plan.method,
+            job.process,
+            plan.envs,
+            plan.named,
+            str(self.files.directory),
+            job.payload,
+        )
+        with contextlib.ExitStack() as opened:
+            self.group = group = WorkerGroup(engine.place(order, self.commands), self.note)
+            opened.callback(group.close)
+            store = group.workers.open_store(lambda: self.commands.stop)
+            for note in group.workers.notes:
+                self.note(note)
+            group.start(lambda rank: plan.environment(rank, store, job.launch_id, self.number))
+            self.view.on(RanksPlaced(group.workers))
+            limits = plan.options.stop_grace, job.deadline
+            self.task = Task(1, group, self.view, self.commands, job.sources, *limits, console=job.console)
+            opened.callback(self.task.close)
+            self.task.send(lambda rank: plan.world(rank, store), job.parcel, last=True)
+            workers = [member.worker for member in group.members]
+            self.output = OutputFollower(workers, plan.options.metric_patterns or (), self.view)
+            opened.callback(self.output.close)
+            supervise(self.task, self.output, self.view, lambda: group.is_over)
+            for event in group.drain():
+                self.task.take(event)
+            verdict = self.task.finish()
+            self.output.finish()
+            if group.stuck:
+                pids = ", ".join(map(str, group.stuck))
+                self.note(f"processes {pids} survived SIGKILL: they wait in the operating system")
+            if group.refusal:
+                raise StartError(group.refusal)
+            self.results = self.task.take_results()
+            return verdict
+
+    # -------------------------------------------------------------- kept ranks
+    def take_turn(self, place: Place) -> Verdict:
+        """Wait for the turn of a session's ranks, and run the task to its end.
+
+        Raises:
+            BusyError: The launch was stopped before its turn.
+            StartError: The session has ended.
+            RankError: The ranks are lost.
+        """
+        ranks, job = place.ranks, self.job
+        if not ranks.queue.is_first(place.ticket):
+            first, *_ = ranks.queue.labels or [""]
+            self.note(f"queued: the session runs {first or 'a question'}")
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(ranks.claimed(place.ticket, lambda: self.commands.stop, self.commands.ask))
+            self.group = group = ranks.group
+            group.raise_refusal()  # of a restart that was interrupted
+            group.workers.listen_to(self.commands)
+            self.view.on(RanksPlaced(group.workers))
+            absent, generation = ranks.absent, ranks.generation
+            options = job.plan.options
+            timeout = options.timeout
+            deadline = float("inf") if timeout is None else time.monotonic() + timeout  # without the time in the queue
+            limits = options.stop_grace, deadline
+            self.task = ranks.new_task(self.view, self.commands, job.sources, *limits, job.console)
+            opened.callback(self.task.close)
+            self.hint = no_group(ranks.name, absent)
+            if self.hint:
+                self.note(self.hint)
+            if ranks.leaving:
+                self.note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon")
+                ranks.leaving = ""
+            ranks.late_output.show(self.view)
+            function = job.payload.function
+            wanted = function.ranks if isinstance(function, Question) else None
+            log_dir = str(self.files.directory)
+            self.task.send(ranks.world, job.parcel, log_dir=log_dir, path=ranks.path, wanted=wanted)
+            present = [rank.member.worker for rank in self.task.present]
+            patterns = options.metric_patterns
+            is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
+            self.output = OutputFollower(present, patterns or (), self.view, notes_unmatched=is_own)
+            opened.callback(self.output.close)
+            opened.callback(ranks.late_output.follow, self.output)
+            notes = _TurnNotes(self, place)
+            try:
+                supervise(self.task, self.output, self.view, notes.until_over)
+            except BaseException:
+                ranks.give_up(self.task)
+                raise
+            verdict = self.task.finish()
+            self.output.finish()
+            ranks.finish(self.task, place.names, job.payload.settings)
+            notes.note_end(absent, generation)
+            if not isinstance(function, Question):
+                notes.note_error(verdict)
+            self.results = self.task.take_results()
+            return verdict
+
+    def note(self, text: str) -> None:
+        self.view.on(Note(text))
+
+
+def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[], bool]) -> None:
+    """Pass events on to a task until it is over, and poll the logs, which have no events."""
+    poll_at = 0.0
+    while not until():
+        for event in task.group.wait(max(0.0, poll_at - time.monotonic())):
+            task.take(event)
+        task.step()
+        if time.monotonic() >= poll_at:  # and not after each of the messages that many ranks send
+            poll_at = time.monotonic() + timeouts.LOG_POLL_S
+            output.poll()
+            view.on(Tick())
+
+
+class _TurnNotes:
+    """Notes on a turn: what the ranks have made of the names that were sent, and what the task has cost."""
+
+    def __init__(self, run: Run, place: Place) -> None:
+        self._view, self._task, self._job, self._note = run.view, run.task, run.job, run.note
+        self._ranks, self._names = place.ranks, place.names
+        self._has_noted_taken = False
+
+    def until_over(self) -> bool:
+        """Return True once the task is over. Meanwhile note what the ranks have taken."""
+        task = self._task
+        is_over = task.is_over or task.group.is_over
+        if not self._has_noted_taken and (is_over or all(rank.is_running or rank.is_over for rank in task.present)):
+            self._has_noted_taken = True
+            self._ranks.late_output.show(self._view)  # what came before they turned to the new logs
+            self._note_taken()
+        return is_over
+
+    def _note_taken(self) -> None:
+        """Note what the ranks have made of these names, before they work with them for hours."""
+        taken = [(rank.rank, rank.taken) for rank in self._task.present]
+        kept: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted({name for _, each in taken for name in each.kept}):
+            kept.setdefault(tuple(rank for rank, each in taken if name in each.kept), []).append(name)
+        sent = sorted({*self._names}.difference(*(names for ranks, names in kept.items() if len(ranks) == len(taken))))
+        if sent:
+            self._note(f"sent: {_listed(sent)}")
+        for ranks, names in kept.items():
+            whose = "the ranks'" if len(ranks) == len(taken) else f"{_in_words(ranks)}'s"
+            value = "values" if len(names) > 1 else "value"
+            push = f"{self._session_variable()}.push({', '.join(f'{name}={name}' for name in names[:_MAX_PUSHED])})"
+            replaces = "replaces them" if len(names) > 1 else "replaces it"
+            said = f"this cell used {whose} own {value}, not the notebook's. {push} {replaces}"
+            self._note(f"{_listed(names)}: {said}")
+        replaced = sorted({name for _, each in taken for name in each.replaced})
+        if replaced:
+            self._note(f"{_listed(replaced)}: the ranks had changed it, and the notebook's new value has replaced it")
+        for name, owner in sorted({pair for _, each in taken for pair in each.apart}):
+            self._note(
+                f"{name}: holds tensors of the notebook's {owner}, not of the ranks' own {owner}, which it does "
+                "not change"
+            )
+
+    def _session_variable(self) -> str:
+        """Return a variable of the notebook that holds the session, else a word for it."""
+        for name, value in list((host().notebook_names() or {}).items()):
+            is_ours = type(value).__module__.startswith("nblaunch.") and not name.startswith("_")
+            if is_ours and getattr(value, "_ranks", None) is self._ranks:
+                return name
+        return "session"
+
+    def _note_desync(self) -> None:
+        """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
+        begun = {rank.rank: rank.names.begun for rank in self._task.present if rank.names is not None}
+        if self._task.ladder is not None or len({each.last.count for each in begun.values()}) < 2:
+            return
+        self._ranks.disturb()
+        said = "; ".join(f"rank {rank} {self._last_of(each)}" for rank, each in begun.items())
+        self._note(
+            f"the ranks have not called the same collectives: {said}. The next collective would have paired "
+            "different calls, so the process group is replaced"
+        )
+
+    def _last_of(self, begun: CollectivesBegun) -> str:
+        last = begun.last
+        if not last.count:
+            return "called none"
+        place = place_of(last, self._job.sources)
+        return f"called {last.count} in this group, the last {in_words(last, place)}"
+
+    def note_error(self, verdict: Verdict) -> None:
+        """Note how to debug the exception that has ended the task."""
+        ranks, console, cause = self._ranks, self._job.console, verdict.cause
+        has_raised = cause is not None and cause.kind in ("exception", "collective")
+        ranks.failed_first = cause.rank if cause is not None and has_raised else None
+        ranks.last_sources = self._job.sources
+        if has_raised and console.debugging.can_type and not console.has_examined:
+            self._note(f"{debug_command(ranks.name)} opens the debugger on this error")
+
+    def note_end(self, absent_before: list[int], generation_before: int) -> None:
+        """Note what the task has cost: ranks, values, and the process group."""
+        ranks = self._ranks
+        for rank in [rank for rank in ranks.absent if rank not in absent_before]:
+            self._note(
+                f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
+                f"without collectives. {restart_command(ranks.name, [rank])} restarts it"
+            )
+        self._note_desync()
+        stale = stale_names(ranks)
+        if ranks.generation != generation_before and stale:
+            self._note(stale)
+
+
+def stale_names(ranks: SessionRanks) -> str:
+    """Return which names are useless now that the process group is replaced, and how to create them; empty if none."""
+    stale = {each.name: each.of_group for rank in ranks.present for each in ranks.bound[rank] if each.of_group}
+    if not stale:
+        return ""
+    first = {kind: name for name, kind in sorted(stale.items(), reverse=True)}
+    examples = [_CREATE_AGAIN[kind].format(name) for kind, name in first.items() if kind in _CREATE_AGAIN]
+    like = f", as in {'; '.join(examples)}" if examples else ""
+    return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again{like}"
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}"
