@@ -25,7 +25,7 @@ from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire import BELOW_AGENT
 from nblaunch.wire.channel import Channel, readable
-from nblaunch.wire.messages import Hello, Method
+from nblaunch.wire.messages import Method
 from tests.conftest import LONG, eventually, marked_processes, present_server, settled_server
 
 IN_ITS_IMPORT = {
@@ -128,6 +128,9 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
             own.reaper("forkserver")
     assert present_server(own) is server
     own.reaper("forkserver").channel.close()
+    found = re.fullmatch(r"fork server: pid \d+, 1 launch, (\d+) MB, ready after [\d.]+ s", own.status()[0])
+    assert found is not None
+    assert 50 < int(found[1]) < 1000
 
 
 def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,20 +146,6 @@ def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatc
     monkeypatch.setattr(own, "_for", late)
     own.reaper("forkserver").channel.close()
     assert present_server(own) is chosen[1] is not chosen[0]
-
-
-def test_a_wait_for_an_abandoned_server_moves_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    own.warm_up()
-    before = present_server(own)
-    wait = before._wait_for_hello
-
-    def given_up_meanwhile() -> Hello:
-        own.give_up(before)
-        return wait()
-
-    monkeypatch.setattr(before, "_wait_for_hello", given_up_meanwhile)
-    own.reaper("forkserver").channel.close()
-    assert before not in own._servers
 
 
 def test_a_launch_says_that_it_waits_for_an_import_of_torch(own: Servers) -> None:
@@ -244,22 +233,6 @@ def _sockets(stack: contextlib.ExitStack) -> list[socket.socket]:
     return [stack.enter_context(each) for each in socket.socketpair()]
 
 
-def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ForkServer(())
-    wait = server._wait_for_hello
-
-    def retired_then() -> Hello:
-        hello = wait()
-        server.retire()
-        assert server.channel.fileno() >= 0
-        return hello
-
-    monkeypatch.setattr(server, "_wait_for_hello", retired_then)
-    assert server.ready().problem == ""
-    assert server.channel.fileno() == -1
-    eventually(lambda: not server.alive())
-
-
 def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None:
     own.warm_up()
     server = present_server(own)
@@ -288,22 +261,18 @@ def test_a_failed_server_start_fails_no_cell_and_is_retried(own: Servers, monkey
     assert before not in own._servers
 
 
-def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:
-    preload(IN_ITS_IMPORT["dies"])
-    with pytest.warns(UserWarning, match="no licence"):
-        own.usable("forkserver")
-    preload("fine = True")
-    own.warm_up()
-    assert own.usable("forkserver") == "forkserver"
-
-
-def test_a_change_of_what_is_read_at_import_tries_a_fork_server_again(
-    own: Servers, preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["the extension is loaded again", "what is read at import has changed"])
+def test_a_fork_server_that_failed_is_tried_again(
+    way: str, own: Servers, preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preload("import os\nif 'OMP_DISPLAY_ENV' not in os.environ: os._exit(3)")
     with pytest.warns(UserWarning, match="the fork server did not start"):
         own.usable("forkserver")
-    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+    if way == "the extension is loaded again":
+        preload("fine = True")
+        own.warm_up()
+    else:
+        monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
     assert own.usable("forkserver") == "forkserver"
 
 
@@ -355,29 +324,16 @@ def test_an_idle_server_ends_and_the_next_cell_starts_one(
     assert present_server(own).alive()
 
 
-def test_a_server_is_not_idle_while_a_launch_runs(own: Servers, preload: Callable[[str], None]) -> None:
+def test_a_server_stays_while_a_launch_runs_and_below_an_agent(own: Servers, preload: Callable[[str], None]) -> None:
+    """Below an agent, no cell would start another one."""
     preload(SOON_IDLE)
     reaper = own.reaper("forkserver")
     server = present_server(own)
+    agents = ForkServer(fork_servers._PRELOAD, Where({**os.environ, BELOW_AGENT: str(os.getpid())}, os.sep))
+    agents.ready()
     time.sleep(1.5)
     assert server.alive()
+    assert agents.alive()
+    agents.stop()
     reaper.channel.close()
     eventually(lambda: not server.alive())
-
-
-def test_a_server_below_an_agent_stays(preload: Callable[[str], None]) -> None:
-    """No cell would start another one there."""
-    preload(SOON_IDLE)
-    agent = Where({**os.environ, BELOW_AGENT: str(os.getpid())}, os.sep)
-    server = ForkServer(fork_servers._PRELOAD, agent)
-    server.ready()
-    time.sleep(1.5)
-    assert server.alive()
-    server.stop()
-
-
-def test_the_status_names_the_memory_of_a_server(own: Servers) -> None:
-    own.reaper("forkserver").channel.close()
-    found = re.fullmatch(r"fork server: pid \d+, 1 launch, (\d+) MB, ready after [\d.]+ s", own.status()[0])
-    assert found is not None
-    assert 50 < int(found[1]) < 1000

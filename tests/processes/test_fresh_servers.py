@@ -132,25 +132,6 @@ def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Ca
     assert own.status()[-1] == "in preparation: a fork server that imports imported_soon ahead"
 
 
-def test_a_build_that_hangs_costs_only_itself(
-    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fork_servers, "PRELOAD_TIMEOUT_S", 1.0)
-    soon(HANGS)
-    launched(os.getpid)
-    eventually(lambda: has_built(own), LONG, own.status)
-    assert own.status()[-1] == "not imported ahead of launches: imported_soon, as importing it takes more than 1 s"
-    assert launched(os.getpid)
-
-
-def test_a_build_that_spoils_the_process_leaves_ranks_to_fork(own: Servers, soon: Callable[[str], None]) -> None:
-    soon("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
-    launched(os.getpid)
-    eventually(lambda: has_built(own), LONG, own.status)
-    assert "imported_soon, as the preload left 2 threads running" in own.status()[-1]
-    assert own.usable("forkserver") == "forkserver"
-
-
 def test_a_launch_outlives_the_server_that_started_it(
     own: Servers, soon: Callable[[str], None], tmp_path: Path
 ) -> None:

@@ -29,7 +29,6 @@ PACKAGES = dict.fromkeys(("recorder", "another", "hidden", "upgraded"), RECORDS)
     "SETTING = open('settings').read() if HERE else ''\n",
     "strict": "import warnings\nwarnings.filterwarnings('error', message='not here')\n",
     "writes": "import sys\nOUT = sys.stdout\n",
-    "runs": "import subprocess\nsubprocess.run(['true'], check=True)\n" + RECORDS,
     "known/__init__": RECORDS,
     "known/part": RECORDS,
     "known/other": RECORDS,
@@ -152,6 +151,8 @@ def test_only_installed_packages_are_imported_ahead(tmp_path: Path, monkeypatch:
         launched("mine", preload=["no_such_package"])
     with pytest.raises(ArgumentError, match=r"^preload='a b': must be the name of a module"):
         launched("mine", preload=["a b"])
+    with pytest.raises(ArgumentError, match=r"^preload='torchmetrics': it reads LOCAL_RANK while it is imported"):
+        launched("mine", preload="torchmetrics")
 
 
 def test_a_module_of_the_notebooks_own_hides_an_installed_one(
@@ -179,12 +180,10 @@ def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkey
     assert [setting for _, _, setting in found] == ["2"]
 
 
-@pytest.mark.parametrize("name", ["COLUMNS", "PWD"])
-def test_an_import_reads_the_environment_of_its_own_launch(name: str, own: Servers, site: Path) -> None:
-    module = f"reads_{name.lower()}"
-    (site / f"{module}.py").write_text(f"import os\nWHO = 0\nSETTING = os.environ.get({name!r})\n")
+def test_an_import_reads_the_environment_of_its_own_launch(own: Servers, site: Path) -> None:
+    (site / "reads.py").write_text("import os\nWHO = 0\nSETTING = os.environ.get('COLUMNS')\n")
     for value in ("1", "2"):
-        assert [seen for _, _, seen in launched(module, env={name: value}, preload=module)] == [value]
+        assert [seen for _, _, seen in launched("reads", env={"COLUMNS": value}, preload="reads")] == [value]
         settle(own)
 
 
@@ -265,16 +264,6 @@ def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Serve
     own._left_out.pop("fails")
 
 
-def test_a_package_that_reads_its_rank_is_known(own: Servers) -> None:
-    with pytest.raises(ArgumentError, match=r"^preload='torchmetrics': it reads LOCAL_RANK while it is imported"):
-        launched("recorder", preload="torchmetrics")
-
-
-def test_a_program_that_has_ended_is_no_hindrance(own: Servers) -> None:
-    had(own, "runs")
-    assert not imported_by_ranks(launched("runs"))
-
-
 def test_a_server_with_packages_that_is_killed_is_replaced(own: Servers) -> None:
     killed = had(own, "recorder")
     os.kill(killed.process.pid, signal.SIGKILL)
@@ -284,35 +273,27 @@ def test_a_server_with_packages_that_is_killed_is_replaced(own: Servers) -> None
     assert not imported_by_ranks(launched("recorder"))
 
 
-def test_warning_filters_of_a_package_hold_in_ranks(own: Servers) -> None:
-    def warns() -> str:
+def test_what_a_package_changes_in_its_process_holds_in_ranks(own: Servers) -> None:
+    """Filters of warnings; and a stream that it has found writes to the rank's log."""
+
+    def uses() -> str:
         import warnings
 
         import strict  # type: ignore[import-not-found]
+        import writes  # type: ignore[import-not-found]
 
+        writes.OUT.write("said by the package")  # and no end of a line
         try:
             warnings.warn("not here", stacklevel=1)
         except UserWarning as warning:
             return f"{warning} in {strict.__name__}"
         return "no error"
 
-    own.preload(["strict"])
+    own.preload(["strict", "writes"])
     had(own, "recorder")
-    result = notebook_launcher(warns, (), 1, start_method="forkserver", view="none")
+    result = notebook_launcher(uses, (), 1, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == ["not here in strict"]
-
-
-def test_output_to_a_stream_found_at_import_is_in_the_log(own: Servers) -> None:
-    def says() -> None:
-        import writes  # type: ignore[import-not-found]
-
-        writes.OUT.write("said by the package")  # and no end of a line
-
-    own.preload(["writes"])
-    had(own, "recorder")
-    result = notebook_launcher(says, (), 1, start_method="forkserver", view="none")
-    assert isinstance(result, LaunchResult)
     assert [log.out.read_text() for log in result.logs] == ["said by the package"]
 
 
@@ -330,28 +311,24 @@ USES = {
 """For each: a module that is imported ahead, what a rank does with it, and what that gives."""
 
 
-def test_each_known_package_is_tested() -> None:
-    assert USES.keys() == KNOWN_SAFE
+def test_known_packages_may_be_imported_before_ranks_are_forked(own: Servers) -> None:
+    used = {name: USES[package][:2] for package in KNOWN_SAFE for name in USES[package][:1]}
 
-
-@pytest.mark.parametrize("package", sorted(KNOWN_SAFE))
-def test_a_known_package_may_be_imported_before_ranks_are_forked(
-    package: str, own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, expression, expected = USES[package]
-
-    def run() -> tuple[bool, str]:
+    def run() -> dict[str, tuple[bool, str]]:
         import torch
 
-        was_there = name in sys.modules
-        return was_there, eval(expression, {"module": importlib.import_module(name), "torch": torch})
+        were_there = {name for name in used if name in sys.modules}
+        return {
+            name: (name in were_there, eval(expression, {"module": importlib.import_module(name), "torch": torch}))
+            for name, (_, expression) in used.items()
+        }
 
-    own.preload([name])
+    own.preload(list(used))
     had(own, "recorder")
-    assert package not in own._left_out
+    assert not KNOWN_SAFE & own._left_out.keys()
     result = notebook_launcher(run, (), 2, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
-    assert list(result) == [(True, expected)] * 2
+    assert list(result) == [{USES[package][0]: (True, USES[package][2]) for package in KNOWN_SAFE}] * 2
 
 
 def test_numpy_may_be_missing(tmp_path: Path) -> None:

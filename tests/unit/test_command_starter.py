@@ -94,24 +94,21 @@ def test_a_real_python_without_nblaunch_is_named(starter: CommandStarter, tmp_pa
     assert bare == f"gpu1: /opt/python there has no nblaunch: {WAY_OUT}"
 
 
-@pytest.mark.parametrize("said", ["Permission denied (publickey).", "Host key verification failed."])
-def test_a_failure_of_ssh_has_its_words_and_a_check(said: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        (
+            255,
+            "ssh has failed: no. `ssh -F 'my config' gpu1 true` must work in a terminal of this machine, without a "
+            "password or question",
+        ),
+        (3, "the agent has exited with status 3: no."),
+    ],
+)
+def test_a_failure_of_ssh_is_not_the_agents(status: int, problem: str) -> None:
     starter = SshStarter(["-F", "my config", "gpu1"])
     try:
-        assert problem_of(starter, *shell(said, 255)) == (
-            f"gpu1: ssh has failed: {said} `ssh -F 'my config' gpu1 true` must work in a terminal of this machine, "
-            "without a password or question"
-        )
-    finally:
-        starter.end(at_once=True)
-
-
-def test_the_agents_status_is_not_of_ssh() -> None:
-    starter = SshStarter(["gpu1"])
-    try:
-        assert (
-            problem_of(starter, *shell("out of memory", 3)) == "gpu1: the agent has exited with status 3: out of memory"
-        )
+        assert problem_of(starter, *shell("no.", status)) == f"gpu1: {problem}"
     finally:
         starter.end(at_once=True)
 
