@@ -10,7 +10,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
-    from nblaunch.launch.export.exported import export
+    from nblaunch.launch.export import export
     from nblaunch.launch.handle import Launch
     from nblaunch.launch.live_sessions import session
     from nblaunch.launch.result import LaunchResult
@@ -40,7 +40,7 @@ _ROOMS = {
     "LaunchResult": "nblaunch.launch.result",
     "Session": "nblaunch.launch.session",
     "compare": "nblaunch.notebook.comparison",
-    "export": "nblaunch.launch.export.exported",
+    "export": "nblaunch.launch.export",
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",

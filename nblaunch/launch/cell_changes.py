@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.launch.cell_statements import CellSource
 from nblaunch.transfer import cell_effects
 from nblaunch.wire.messages import Failed
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from nblaunch.engines.protocol import Workers
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import NullView, Stream, View

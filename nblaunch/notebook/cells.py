@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from nblaunch.launch import live_sessions
-from nblaunch.launch.export.cell_statements import changed_names, global_names
+from nblaunch.launch.cell_statements import changed_names, global_names
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
 

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
-from nblaunch.launch.export.exported import export_cell
+from nblaunch.launch.export import export_cell
 from nblaunch.launch.live_sessions import how_to_start
 from nblaunch.launch.options import TABLE, Options, flag_of, taken_by
 from nblaunch.launch.session import Session

@@ -17,7 +17,7 @@ from ipykernel.iostream import OutStream
 from nblaunch.engines.current import engine
 from nblaunch.engines.protocol import Workers
 from nblaunch.errors import StartError, warn
-from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.frontend import Frontend, view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer

@@ -178,10 +178,9 @@ def test_two_nodes_of_a_job_meet(kernel: Kernel, tmp_path: Path) -> None:
     ("cell", "message"),
     [
         ("x = 1\n!ls", r"UsageError: Cell In[N], line 3: `!ls` is IPython's syntax, which a script cannot have"),
-        ("x = 1\ny = await f()", "UsageError: Cell In[N], line 3: await outside functions: write asyncio.run(...)"),
-        ("print(nowhere)", "PayloadError: `nowhere`: the notebook has no such name: assign it in the cell"),
+        ("x = 1\ny = await f()", "UsageError: Cell In[N]: await outside functions: write asyncio.run(...)"),
     ],
-    ids=["command", "await", "unknown"],
+    ids=["command", "await"],
 )
 def test_a_cell_that_no_script_can_run_is_refused(kernel: Kernel, tmp_path: Path, cell: str, message: str) -> None:
     kernel.run(f"%cd -q {tmp_path}")
@@ -199,18 +198,6 @@ def test_a_value_is_refused(notebook: Kernel, tmp_path: Path) -> None:
     assert "`net`, which `use` uses: a Net cannot be written into a script: create it in the function" in done.error
     assert "`args[0]`: a Net cannot be written into a script: create it in the function, or load it" in given.error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_that_the_notebook_lacks_is_noted(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.run(
-        f"%cd -q {tmp_path}\ndef step(): return total + 1\ndef count():\n    global calls\n    calls = 1"
-    ).check()
-    shown = kernel.run("%%distributed --export cell.py\nstep(), count()").check()
-    bound = kernel.run("%%distributed --export other.py\ntotal = 1\nstep(), count()").check()
-
-    assert "note: `step` uses `total`, which the notebook does not have\n" in shown.stdout
-    assert "calls" not in shown.stdout
-    assert "total" not in bound.stdout
 
 
 def test_a_users_file_stays_without_force(kernel: Kernel, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nblaunch.launch import cell_changes
-from nblaunch.launch.export.cell_statements import CellSource
+from nblaunch.launch.cell_statements import CellSource
 from nblaunch.transfer import cell_effects
 from nblaunch.transfer.cell_effects import attributes_set_in, import_here, imported_in, set_here
 from nblaunch.wire.messages import Failed

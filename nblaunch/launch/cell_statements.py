@@ -13,9 +13,6 @@ from typing import Any
 
 _AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
 """Symbol tables of comprehensions, which run where they stand."""
-_SHELL = "get_ipython"
-"""What IPython's translation of ``%magic``, ``!command`` and ``name?`` calls."""
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +34,19 @@ class CellSource:
 
 @dataclass(frozen=True, eq=False)
 class Statement:
-    """A statement at the top level of a cell; several, if they share a line.
+    """A statement at the top level of a cell.
 
     Attributes:
         cell: Its cell.
         order: The number of the cell in the order of execution, and of the line.
-        text: Its lines, with the comment above.
-        nodes: Its syntax.
+        text: Its lines, with the comment above; without what else stands on its line.
+        node: Its syntax.
     """
 
     cell: CellSource
     order: tuple[int, int]
     text: str
-    nodes: tuple[ast.stmt, ...]
+    node: ast.stmt
 
     @functools.cached_property
     def binds(self) -> frozenset[str]:
@@ -58,14 +55,9 @@ class Statement:
         return frozenset(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
 
     @functools.cached_property
-    def sets(self) -> frozenset[str]:
-        """The names that it binds, and the globals that functions in it assign."""
-        return self.binds.union(global_names(self._table, reads=False))
-
-    @functools.cached_property
     def reads(self) -> frozenset[str]:
         """The names that it, and the functions in it, look up globally."""
-        return frozenset((*global_names(self._table, reads=True), *changed_names(self.tree, self._table)))
+        return frozenset((*global_names(self._table, reads=True), *changed_names(self.node, self._table)))
 
     @functools.cached_property
     def reads_at_once(self) -> frozenset[str]:
@@ -73,21 +65,21 @@ class Statement:
         return frozenset(_names_at_once(self._table))
 
     @property
-    def tree(self) -> ast.Module:
-        return ast.Module([*self.nodes], [])
+    def is_import(self) -> bool:
+        return isinstance(self.node, (ast.Import, ast.ImportFrom))
 
     @property
-    def is_import(self) -> bool:
-        return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in self.nodes)
+    def is_definition(self) -> bool:
+        return isinstance(self.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
 
-    def defines(self, name: str, value: Any) -> bool:
+    def defines(self, value: Any) -> bool:
         """Return True unless a function or class of the notebook has another source than this statement."""
-        nodes = [node for node in self.nodes if isinstance(node, _DEFINITIONS) and node.name == name]
-        if not nodes:
-            return name not in self.reads  # such as `f = compiled(f)`, which is half of the definition
+        if not self.is_definition:
+            return not self.binds & self.reads  # such as `f = compiled(f)`, which is half of the definition
         members = vars(value).values() if isinstance(value, type) else [value]
         functions = [each for each in map(inspect.unwrap, filter(callable, members)) if _is_of_main(each)]
-        return any(node.decorator_list for node in nodes) or not functions or any(map(self._has, functions))
+        is_decorated = bool(self.node.decorator_list)  # type: ignore[attr-defined]  # it is a definition
+        return is_decorated or not functions or any(map(self._has, functions))
 
     def _has(self, function: types.FunctionType) -> bool:
         try:
@@ -97,8 +89,8 @@ class Statement:
 
     def shell_line(self) -> str:
         """Return its first line in IPython's syntax, with its number; empty if it has none."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name) and node.id == _SHELL:
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Name) and node.id == "get_ipython":  # which the translation calls
                 typed, python = self.cell.typed.splitlines(), self.cell.python.splitlines()
                 lines = typed if len(typed) == len(python) else python
                 return f"{self.cell.label}, line {node.lineno}: `{lines[node.lineno - 1].strip()}`"
@@ -106,7 +98,7 @@ class Statement:
 
     @functools.cached_property
     def _table(self) -> symtable.SymbolTable:
-        return symtable.symtable(ast.unparse(self.tree), "", "exec")
+        return symtable.symtable(ast.unparse(self.node), "", "exec")
 
 
 def _is_of_main(thing: Any) -> bool:
@@ -121,51 +113,29 @@ def statements_of(cells: Sequence[CellSource]) -> list[Statement]:
     found = []
     for number, cell in enumerate(cells):
         try:
-            tree = ast.parse(cell.python)
+            body = ast.parse(cell.python).body
         except (SyntaxError, ValueError):
             continue
         lines = cell.python.splitlines()
-        end = 0
-        for nodes in _groups(tree.body):
-            first = min(_first_line(node) for node in nodes)
-            last = max(node.end_lineno or node.lineno for node in nodes)
-            while first - 1 > end and lines[first - 2].startswith("#"):
-                first -= 1
-            statement = Statement(cell, (number, first), "\n".join(lines[first - 1 : last]), tuple(nodes))
-            end = last
-            if not awaits(statement.tree):
-                found.append(statement)
+        ends = [0, *(node.end_lineno or node.lineno for node in body)]
+        begins = [*map(_first_line, body), len(lines) + 1]
+        for i, node in enumerate(body):
+            first, last = begins[i], ends[i + 1]
+            if first <= ends[i] or begins[i + 1] <= last:
+                text = ast.get_source_segment(cell.python, node) or ""
+            else:
+                while first - 1 > ends[i] and lines[first - 2].startswith("#"):
+                    first -= 1
+                text = "\n".join(lines[first - 1 : last])
+            if not awaits(node):
+                found.append(Statement(cell, (number, first), text, node))
     return found
 
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-
-
-def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    if not isinstance(node, _FUNCTIONS):
-        for child in ast.iter_child_nodes(node):
-            yield from _outside_functions(child)
-
-
-def awaits(tree: ast.AST) -> int:
-    """Return the line of the first ``await`` outside functions; 0 if there is none."""
-    for node in _outside_functions(tree):
-        if isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
-            return node.lineno
-    return 0
-
-
-def _groups(nodes: Sequence[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """Yield the statements, those that share a line together."""
-    group: list[ast.stmt] = []
-    for node in nodes:
-        if group and _first_line(node) > (group[-1].end_lineno or 0):
-            yield group
-            group = []
-        group.append(node)
-    if group:
-        yield group
+def awaits(node: ast.stmt) -> bool:
+    """Return True if a statement has an ``await`` outside functions."""
+    code = compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 def _first_line(node: ast.stmt) -> int:

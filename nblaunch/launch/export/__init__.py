@@ -1,1 +1,0 @@
-"""Export of cells and functions as scripts for torchrun."""
