@@ -38,22 +38,16 @@ def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        *(("num_processes", value, "must be a whole number, at least 1") for value in (0, -1, "two", 2.5, True, [2])),
-        *(("max_restarts", value, "must be a whole number, at least 0") for value in (-1, 1.0, "1", None, False)),
-        *(("threads_per_rank", value, "must be a whole number, at least 1") for value in (0, -4, 1.5, "4", True)),
-        *(
-            ("timeout", value, "must be a number of seconds above 0")
-            for value in (0, -1.0, "10", True, float("inf"), float("nan"))
-        ),
-        *(("stop_grace", value, "must be a number of seconds above 0") for value in (0, None, "30", float("inf"))),
-        *(("device", value, "must be one of 'auto', 'cpu', 'cuda'") for value in ("gpu", "cuda:0", None, 0)),
-        *(("backend", value, "must be one of 'gloo', 'nccl',") for value in ("glo", "", 1)),
-        *(
-            ("start_method", value, "must be one of 'auto', 'forkserver', 'spawn', 'fork'")
-            for value in ("forked", None, 3)
-        ),
-        *(("mixed_precision", value, "must be one of 'no', 'fp16', 'bf16', 'fp8'") for value in ("half", None, True)),
-        *(("env", value, "must be a dict of strings") for value in ("A=1", [("A", "1")], 7)),
+        ("num_processes", True, "must be a whole number, at least 1"),
+        ("max_restarts", None, "must be a whole number, at least 0"),
+        ("threads_per_rank", "4", "must be a whole number, at least 1"),
+        ("timeout", "1m", "must be a number of seconds above 0"),
+        ("stop_grace", float("inf"), "must be a number of seconds above 0"),
+        *(("device", value, "must be one of 'auto', 'cpu', 'cuda'") for value in ("tpu", None, ["cpu"])),
+        *(("backend", value, "must be one of 'gloo', 'nccl',") for value in ("smoke", "")),
+        ("start_method", "forked", "must be one of 'auto', 'forkserver', 'spawn', 'fork'"),
+        *(("mixed_precision", value, "must be one of 'no', 'fp16', 'bf16', 'fp8'") for value in ("half", None)),
+        ("env", "A=1", "must be a dict of strings"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value(name: str, value: Any, says: str) -> None:
@@ -65,14 +59,11 @@ def test_a_wrong_argument_is_named_with_its_value(name: str, value: Any, says: s
     ("env", "message"),
     [
         ({"BATCH": 32}, "env={'BATCH': 32}: names and values must be strings"),
-        ({"BATCH": None}, "env={'BATCH': None}: names and values must be strings"),
         ({5: "a"}, "env={5: 'a'}: names and values must be strings"),
         ({"": "a"}, "env={'': 'a'}: not a valid variable name or value ('=', NUL or empty)"),
         ({"A=B": "a"}, "env={'A=B': 'a'}: not a valid variable name or value"),
-        ({"A\0": "a"}, r"env={'A\x00': 'a'}: not a valid variable name or value"),
         ({"A": "a\0"}, r"env={'A': 'a\x00'}: not a valid variable name or value"),
         ({"RANK": "3"}, "env={'RANK': '3'}: nblaunch sets this variable for each rank"),
-        ({"MASTER_PORT": "1"}, "env={'MASTER_PORT': '1'}: nblaunch sets this variable for each rank"),
         ({"TORCHELASTIC_RUN_ID": "x"}, "env={'TORCHELASTIC_RUN_ID': 'x'}: nblaunch sets this variable for each rank"),
     ],
 )
