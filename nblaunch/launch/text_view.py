@@ -124,34 +124,31 @@ class TextView(View):
             case Logs(logs):
                 for log in logs:
                     self._add(_Source(log.rank, log.stream, log.path), log.lines)
-                    self._set_status(log.rank, log.stream, " · ".join(log.open))
-                self._emit_if_due()
+                    self._status.set(log.rank, log.stream, " · ".join(log.open))
             case Reports(rank, records):
                 for record in records:
                     if "metrics" in record:
                         self._add_metrics(rank, record)
                     elif "progress" in record:
-                        self._set_status(rank, f"progress {record.get('level', 0)}", _progress_text(record))
+                        self._status.set(rank, f"progress {record.get('level', 0)}", _progress_text(record))
                     elif "best" in record:
                         self._reported.setdefault(rank, _RankReports()).best[record["best"]] = _best_text(record)
-                self._emit_if_due()
             case Displays(rank, outputs):
                 for output in outputs:
                     self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
-                self._emit_if_due()
             case Note(text) | Preparing(text=text) if text:
                 self._note(text.splitlines())
             case Stuck(lines, is_repeated=False) if lines:
                 self._note(lines)
             case Countdown(text):
                 self._status.countdown = _one_line(text)
-                self._emit_if_due()
             case Tick():
                 if self._clock() >= self._start_late_at:
                     self._wait_for(STARTING)
-                self._emit_if_due()
             case Ended(outcome):
                 self._end(outcome)
+        if self._clock() >= self._due:
+            self._emit()
 
     # -------------------------------------------------------------- taking in
     def _add_metrics(self, rank: int, record: Mapping[str, Any]) -> None:
@@ -162,22 +159,18 @@ class TextView(View):
         step = "" if record.get("step") is None else f"step {record['step']}: "
         text = step + _metrics_text(record["metrics"])
         if self._late is None and (reported.count <= _MAX_REPORT_LINES or now - before >= 1.0):
-            self._set_status(rank, "metrics", "")
+            self._status.set(rank, "metrics", "")
             self._add(_Source(rank, "report", "the result's metrics"), [text])
         else:
-            self._set_status(rank, "metrics", text)
+            self._status.set(rank, "metrics", text)
 
     def _note(self, lines: Iterable[str]) -> None:
         self._noted = True
         self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in lines])
-        self._emit_if_due()
 
     def _wait_for(self, text: str) -> None:
         """Let the status line say what the launch waits for, before its ranks run; nothing if `text` is empty."""
         self._status.awaited = f"nblaunch: {_one_line(text)}" if text else ""
-
-    def _set_status(self, rank: int, kind: str, text: str) -> None:
-        self._status.set(rank, kind, _one_line(text))
 
     def _end(self, outcome: Outcome) -> None:
         self._status.clear()
@@ -214,10 +207,6 @@ class TextView(View):
         return excerpt
 
     # -------------------------------------------------------------- showing
-    def _emit_if_due(self) -> None:
-        if self._clock() >= self._due:
-            self._emit()
-
     def _emit(self) -> None:
         text: dict[Stream, str] = {"out": "", "err": ""}
         blocks, self._blocks = self._blocks, []
@@ -261,6 +250,7 @@ class _Status:
 
     def set(self, rank: int, kind: str, text: str) -> None:
         """Set one part of a rank's status; an empty text removes it."""
+        text = _one_line(text)
         if text:
             self._texts.setdefault(rank, {})[kind] = text
         elif rank in self._texts:

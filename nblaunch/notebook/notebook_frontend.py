@@ -48,7 +48,6 @@ class NotebookFrontend(Frontend):
         self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
-        """Return a panel, text or nothing, by `choice` and what the notebook can show."""
         wanted = view_choice(choice)
         if wanted == "none":
             return NullView()
@@ -58,7 +57,6 @@ class NotebookFrontend(Frontend):
         return TextView(plain_writer(), is_terminal=terminal, status=terminal)
 
     def writer(self) -> Callable[[str, Stream], None]:
-        """Return a function that writes to the present cell, also later and from other threads."""
         return _cell_writer() if hasattr(self.shell, "kernel") else plain_writer()
 
     def shows_html(self) -> bool:
@@ -67,12 +65,10 @@ class NotebookFrontend(Frontend):
         return kernel is not None and not runs_on_server(kernel) and view_choice("auto") == "auto" and can_show_panels()
 
     def cell_label(self, filename: str) -> str:
-        """Return ``Cell In[3]`` for the file name of a cell's code."""
         name = getattr(self.shell.compile, "format_code_name", lambda filename: None)(filename)
         return " ".join(name) if name else ""
 
     def cuda_cell(self) -> str:
-        """Return the cell that initialized CUDA, such as ``cell [7]``; empty if none did."""
         return self._cuda_cell
 
     def notebook_names(self) -> dict[str, Any] | None:
@@ -108,11 +104,9 @@ class NotebookFrontend(Frontend):
         return bool(getattr(kernel, "_allow_stdin", False)) and isinstance(sys.stdout, OutStream)
 
     def examines(self) -> bool:
-        """Return True after ``%pdb on``."""
         return bool(self.shell.call_pdb)
 
     def was_examined(self) -> None:
-        """Turn ``%pdb`` off until the cell has ended."""
         self._was_examined = self._was_examined or bool(self.shell.call_pdb)
         self.shell.call_pdb = False
 

@@ -29,7 +29,6 @@ from nblaunch.launch.views import (
     LaunchInfo,
     Logs,
     Note,
-    Outcome,
     Preparing,
     RanksChanged,
     RanksPlaced,
@@ -119,6 +118,12 @@ class PanelView(View):
 
     # -------------------------------------------------------------- from the launch
     def on(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
+        while len(_ended) > _MAX_ENDED_PANELS:
+            _ended.popleft().retire()
+
+    def _take(self, event: Event) -> None:
         match event:
             case Begun(controls, blocking):
                 self._controls = controls
@@ -126,36 +131,24 @@ class PanelView(View):
                 self._begun = time.monotonic()
                 if self._display.is_append_only:
                     _awaited.append(self)
-            case Started(info):
-                self._start(info)
-            case RanksPlaced(workers):
-                self._workers = workers
             case Preparing(text, cancel):
                 self._waiting.show(text, cancel)
+            case Started(info):
+                if self._info is None:
+                    self._state = PanelState(info.world_size)
+                self._info = info
+                self._state.start(info)
+                for entry in self._outputs.clear():
+                    self._state.set_outputs(entry)
+                self._send_in_background()
+            case RanksPlaced(workers):
+                self._workers = workers
+            case RanksChanged(ranks):
+                self._state.set_ranks(ranks)
             case Logs(logs):
                 assert self._info is not None
                 for log in logs:
                     self._feed.add(self._info.attempt, log, self._now())
-            case Ended(outcome):
-                self._end(outcome)
-            case _:
-                with self._lock:
-                    self._update(event)
-
-    def _start(self, info: LaunchInfo) -> None:
-        with self._lock:
-            if self._info is None:
-                self._state = PanelState(info.world_size)
-            self._info = info
-            self._state.start(info)
-            for entry in self._outputs.clear():
-                self._state.set_outputs(entry)
-            self._send_in_background()
-
-    def _update(self, event: Event) -> None:
-        match event:
-            case RanksChanged(ranks):
-                self._state.set_ranks(ranks)
             case Reports(rank, records):
                 self._state.add_reports(rank, records)
             case Displays():
@@ -168,17 +161,13 @@ class PanelView(View):
                 self._state.set_countdown(text)
             case StacksShown(texts):
                 self._state.set_stacks(self._now(), texts)
-
-    def _end(self, outcome: Outcome) -> None:
-        with self._lock:
-            self._controls = self._workers = None  # drop the launch: it holds the result and the error
-            self._state.end(outcome)
-            self._ended_at = time.time()
-            self._over.set()
-            self._show()
-        _ended.append(self)
-        while len(_ended) > _MAX_ENDED_PANELS:
-            _ended.popleft().retire()
+            case Ended(outcome):
+                self._controls = self._workers = None  # drop the launch: it holds the result and the error
+                self._state.end(outcome)
+                self._ended_at = time.time()
+                self._over.set()
+                self._show()
+                _ended.append(self)
 
     def _now(self) -> float:
         return round(time.monotonic() - self._begun, 2)
