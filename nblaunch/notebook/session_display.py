@@ -46,6 +46,7 @@ class SessionDisplay:
         self._usages: dict[int, Usage] = {}
         self._gone: set[int] = set()
         """Pids of ranks that have died since the last task."""
+        self._shown = ""
 
     def start(self) -> None:
         """Show the session from now until it is stopped, in a thread."""
@@ -55,16 +56,13 @@ class SessionDisplay:
     def _follow(self) -> None:
         state = self._state()
         meter = UsageMeter(state.device, self._env)
-        shown, sampled_at = "", 0.0
+        sampled_at = 0.0
         try:
             while state.is_open:
                 if time.monotonic() - sampled_at > _SAMPLE_INTERVAL_S:
                     sampled_at = time.monotonic()
                     self._sample(meter, state)
-                summary = self._summary(state)
-                if summary != shown:
-                    shown = summary
-                    self._show(state)
+                self._show(state)
                 time.sleep(timeouts.SESSION_POLL_S)
                 state = self._state()
             self._show(state)
@@ -78,12 +76,6 @@ class SessionDisplay:
         self._usages = {usage.rank: usage for usage in meter.sample(self._workers(), alive)}
         self._gone = {each.pid for each in state.ranks if each.rank not in self._usages}
 
-    def _summary(self, state: SessionState) -> str:
-        """Return what must change before the display is replaced: memory by steps of a tenth."""
-        sizes = [(each.rank, f"{each.memory:.1e}", f"{each.gpu_memory or 0:.1e}") for each in self._usages.values()]
-        names = [(each.pid, each.names) for each in state.ranks]
-        return repr((state.running, state.queued, names, sizes, self._gone, self._hint(state)))
-
     def _hint(self, state: SessionState) -> str:
         held = sum(usage.gpu_memory or 0 for usage in self._usages.values())
         if held < _HINT_BYTES or state.idle < _IDLE_HINT_S:
@@ -95,7 +87,9 @@ class SessionDisplay:
 
     def _show(self, state: SessionState) -> None:
         html = as_html(state, self._usages, self._gone, self._hint(state))
-        self._display.show({"text/plain": state.text(), "text/html": html})
+        if html != self._shown:
+            self._shown = html
+            self._display.show({"text/plain": state.text(), "text/html": html})
 
 
 def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int] = (), hint: str = "") -> str:
