@@ -396,7 +396,6 @@ def describe(error: BaseException, account: Account | None) -> Failure:
         source,
         traceback.rstrip(),
         others,
-        str(log or ""),
         details,
     )
 

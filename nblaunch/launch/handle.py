@@ -346,12 +346,10 @@ class Launch:
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, where, kept = self._plan, files.directory, self.keeps_ranks
         name = f"{self.name}, session {self._place.ranks.name}" if self._place is not None else self.name
-        shape = plan.world_size, plan.device, plan.method
         function = self._job.payload.function
         only = function.ranks if isinstance(function, Cell) else None
-        return LaunchInfo(
-            self.id, name, *shape, where, number, plan.env, files, is_session=kept, hosts=plan.hosts, only=only
-        )
+        shown = self.id, name, plan.world_size, plan.device, where, number, plan.env, files
+        return LaunchInfo(*shown, is_session=kept, hosts=plan.hosts, only=only)
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin

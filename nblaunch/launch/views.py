@@ -50,7 +50,6 @@ class LaunchInfo:
     name: str
     world_size: int
     device: str
-    start_method: str
     log_dir: Path
     attempt: int = 0
     """0, or the number of the restart."""
@@ -115,8 +114,6 @@ class Failure:
     traceback: str
     others: tuple[str, ...]
     """A line for each other rank that failed later."""
-    log: str
-    """Path of the rank's stderr, or of the log folder."""
     details: str = ""
     """The whole message, or the exceptions of a group, if neither `message` nor `traceback` says it."""
 

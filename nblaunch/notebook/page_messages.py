@@ -208,7 +208,6 @@ class PanelInfo:
     world_size: int
     ranks: str
     device: str
-    start_method: str
     blocking: bool
     is_session: bool
     hosts: Sequence[str] = ()

@@ -231,7 +231,6 @@ class PanelView(View):
             world_size=self._info.world_size,
             ranks=self._info.ranks_in_words,
             device=self._info.device,
-            start_method=self._info.start_method,
             blocking=self._blocking,
             is_session=self._info.is_session,
             hosts=self._info.hosts,

@@ -168,7 +168,7 @@ def test_the_limit_holds_and_the_extremes_stay(points: list[Point], most: int) -
 def test_a_gap_survives_into_the_record() -> None:
     """The panel downsamples once a series has more than 2,000 points, the record again to 300."""
     state = PanelState(1)
-    info = LaunchInfo("abc", "train", 1, "cpu", "forkserver", Path("/logs"))
+    info = LaunchInfo("abc", "train", 1, "cpu", Path("/logs"))
     state.start(info)
     for step in range(10_000):
         loss = NAN if 5_000 <= step < 5_100 else 1 / (step + 1)

@@ -68,9 +68,9 @@ def test_a_line_of_unknown_text_is_shown_without_it() -> None:
     assert (failure.where, failure.source) == ("Cell In[1], line 2", "")
 
 
-def test_a_rank_that_died_has_its_log() -> None:
+def test_a_rank_that_died_has_no_traceback() -> None:
     failure = describe(RankDiedError("rank 2 was killed", 2, Path("/logs/rank2.err")), None)
-    assert (failure.rank, failure.log, failure.traceback) == (2, "/logs/rank2.err", "")
+    assert (failure.rank, failure.traceback) == (2, "")
 
 
 def test_an_error_without_a_rank_has_none() -> None:

@@ -18,10 +18,8 @@ from nblaunch.machine.usage import Usage
 from nblaunch.notebook.panel_state import PanelState, Series
 from nblaunch.notebook.record import record_of
 
-INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
-FAILURE = Failure(
-    1, "ValueError", "no", "Cell In[3], line 4", "raise", "Traceback", ("rank 0: reset",), "/logs/rank1.err"
-)
+INFO = LaunchInfo("abc", "train", 2, "cpu", Path("/logs"))
+FAILURE = Failure(1, "ValueError", "no", "Cell In[3], line 4", "raise", "Traceback", ("rank 0: reset",))
 
 
 @pytest.fixture
@@ -232,7 +230,7 @@ def test_a_new_attempt_starts_fresh_but_keeps_reports(state: PanelState) -> None
     report(state, 0, loss=1.0)
     state.add_reports(0, [bar("", 3)])
     state.set_ranks([RankStatus(0, "failed", 70)])
-    state.start(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"), 1))
+    state.start(LaunchInfo("abc", "train", 2, "cpu", Path("/again"), 1))
     delta = changes_of(state)
     assert delta.ranks == [(0, "starting"), (1, "starting")]
     assert (delta.state.attempt, delta.state.log_dir) == (1, "/again")

@@ -43,7 +43,6 @@ FAILURE = Failure(
     source="loss = criterion(logits, labels)",
     traceback="Traceback (most recent call last):\n  Cell In[3], line 4, in train\nValueError: no such class: 12\n",
     others=("rank 0: RuntimeError: Connection closed by peer",),
-    log=f"{LOGS}/rank1.err",
 )
 FAILED = replace(FINISHED, state="failed", message="rank 1: ValueError", failure=FAILURE)
 
@@ -248,13 +247,13 @@ def test_the_failed_ranks_traceback_and_log_are_open_and_first() -> None:
 
 
 def test_ranks_that_a_cell_is_for_are_named_of_all() -> None:
-    info = LaunchInfo("1", "train", 3, "cpu", "fork", Path(LOGS))
+    info = LaunchInfo("1", "train", 3, "cpu", Path(LOGS))
     words = [replace(info, only=only).ranks_in_words for only in (None, (0, 1, 2), (1,), (0, 2))]
     assert words == ["3 ranks", "3 ranks", "rank 1 of 3", "ranks 0, 2 of 3"]
 
 
 def test_a_failure_that_was_no_ranks_and_has_no_traceback() -> None:
-    failure = Failure(-1, "RankLostError", "the reaper was killed", "", "", "", (), LOGS)
+    failure = Failure(-1, "RankLostError", "the reaper was killed", "", "", "", ())
     record = replace(FAILED, failure=failure)
     assert "The launch failed: RankLostError" in page(record).text
     assert "The launch failed: RankLostError: the reaper was killed\n" in as_text(record)
@@ -425,7 +424,7 @@ def hostile(text: str) -> Record:
         metrics={text: {0: [(0, 0.0), (1, 1.0)], 1: [(0, 0.0), (1, 2.0)]}, text + "2": {0: [(0, 0.0)]}},
         tails=[RankTail(rank, (text, f"\x1b[31m{text}"), True, text) for rank in range(2)],
         notes=[text],
-        failure=Failure(1, text, text, text, text, text, (text,), text),
+        failure=Failure(1, text, text, text, text, text, (text,)),
         log_dir=text,
     )
 

@@ -47,7 +47,7 @@ from nblaunch.machine.inventory import Machine
 from tests.unit.fake_engine import FakeEngine, FakeWorkers
 
 Stream = Literal["out", "err"]
-INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
+INFO = LaunchInfo("abc", "train", 2, "cpu", Path("/logs"))
 FINISHED = Outcome("finished", 3.21, "")
 
 
@@ -155,7 +155,7 @@ def test_why_ranks_wait_is_shown_once(cell: Cell) -> None:
 def test_another_attempt_has_logs_of_its_own(cell: Cell) -> None:
     cell.prints("begun\n")
     cell.view.on(Note("restarting (1 of 3)"))
-    cell.view.on(Started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"))))
+    cell.view.on(Started(LaunchInfo("abc", "train", 2, "cpu", Path("/again"))))
     cell.view.on(Logs([LogLines(0, "out", "/again/rank0.out", ["x" * 100] * 2000)]))
     cell.view.on(Ended(FINISHED))
     lines = cell.screen()

@@ -76,7 +76,6 @@
  * @property {number} world_size
  * @property {string} ranks
  * @property {string} device
- * @property {string} start_method
  * @property {boolean} blocking
  * @property {boolean} is_session
  * @property {string[]} hosts

@@ -71,7 +71,6 @@ export class FakeModel {
         world_size: 2,
         ranks: "2 ranks",
         device: "cpu",
-        start_method: "forkserver",
         blocking: true,
         is_session: false,
         ...info,
