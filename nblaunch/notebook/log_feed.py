@@ -17,6 +17,9 @@ from nblaunch.notebook.record import RankTail
 
 MAX_LINES = 10_000
 """Lines of each log that are kept: as many as the page keeps of each rank."""
+_MAX_WAITING_BYTES = 1600 << 10
+"""Of all logs together: 8 seconds at the panel's rate. Beyond it, only the last lines of each are sent."""
+_FLOOD_LINES = 2000
 _LINE_COST = 16
 """Bytes of a message around a line's text."""
 
@@ -104,6 +107,9 @@ class LogFeed:
         """Take the next lines, of this size together: a fair share of each log."""
         with self._lock:
             waiting = [log for log in self._logs.values() if log.has_more]
+            if sum(log.waiting for log in waiting) > _MAX_WAITING_BYTES:
+                for log in waiting:
+                    log.sent = max(log.sent, log.end - _FLOOD_LINES)
             shares = fair_shares([log.waiting for log in waiting], most)
             return [log.take(share) for log, share in zip(waiting, shares, strict=True)]
 

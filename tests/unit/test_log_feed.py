@@ -118,6 +118,14 @@ def test_of_a_flood_the_last_lines_are_sent(logs: Logs) -> None:
     assert logs.take() == [(0, "out", 2 * MAX_LINES, lines[-MAX_LINES:], [])]
 
 
+def test_a_page_is_never_far_behind_many_noisy_ranks(logs: Logs) -> None:
+    lines = ["x" * 100 + str(number) for number in range(MAX_LINES)]
+    for rank in range(4):
+        logs.write(*lines, rank=rank)
+    assert [sent[:3] for sent in logs.take()] == [(rank, "out", MAX_LINES - 2000) for rank in range(4)]
+    assert logs.feed.waiting < 1 << 20
+
+
 def test_after_a_rewind_a_page_gets_what_it_lacks_of_a_log(logs: Logs) -> None:
     logs.write("one", "two")
     logs.write("other", rank=1, open=("bar",))
