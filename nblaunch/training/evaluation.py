@@ -95,8 +95,7 @@ def split(batch: Any, advice: str = _ADVICE) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         name = next((name for name in TARGETS if name in batch), None)
         if name is not None:
-            others = {key: value for key, value in batch.items() if key != name}
-            return (next(iter(others.values())) if len(others) == 1 else others), batch[name]
+            return inputs_of(batch), batch[name]
         found = f"a dict with {sorted(map(str, batch))}"
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]

@@ -59,7 +59,8 @@ def _cast(
 ) -> Any:
     with torch.autocast(device, HALF[precision]):
         output = type(module).forward(module, *args, **kwargs) if earlier is None else earlier(*args, **kwargs)
-    return tree_map(lambda leaf: leaf.float() if getattr(leaf, "dtype", None) in HALF.values() else leaf, output)
+    halves = (torch.float16, torch.bfloat16)
+    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in halves else leaf, output)
 
 
 class GradientState:

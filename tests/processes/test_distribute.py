@@ -167,23 +167,6 @@ def test_helpers_and_objects_within_objects_are_gone_into(options: dict[str, Any
     assert (inside.weight.item(), held.weight.item()) == (7.0, 5.0)
 
 
-def test_one_rank_is_launched_like_any_other_number(options: dict[str, Any]) -> None:
-    model = nn.Linear(1, 1)
-    accelerator = Accelerator(1, "cpu")
-
-    def train(x: int, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> Any:
-        nn.init.constant_(model.weight, 3.0)
-        same = accelerator.prepare(model) is model
-        return x, rank, world_size, device, local_rank, same, os.getpid()
-
-    result = accelerator.distribute(train, **options)(5)
-    assert isinstance(result, LaunchResult)
-    *came, pid = result[0]
-    assert came == [5, 0, 1, torch.device("cpu"), 0, True]
-    assert pid != os.getpid()
-    assert model.weight.item() == 3.0
-
-
 def test_a_state_of_another_shape_warns_and_keeps_the_results(options: dict[str, Any]) -> None:
     model: Any = nn.Sequential(nn.Linear(1, 1))
     before = model[0].weight.item()

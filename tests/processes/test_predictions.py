@@ -51,7 +51,7 @@ def named(nprocs: int, batch_size: int = 4) -> Named:
     return Named(model, torch.optim.SGD(model.parameters()), config)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 3])
 def test_outputs_come_once_each_and_in_order(nprocs: int) -> None:
     """Also where ranks repeat samples, because there are fewer than ranks."""
     counts = [(23, 4), (25, 4), (2, 4), (5, 1)]
@@ -71,9 +71,8 @@ class Stream(IterableDataset[Any]):
         return (at for at, _ in (points(23)[index] for index in range(23)))
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_loaders_and_streams_are_predicted_too(nprocs: int) -> None:
-    one, (at, labels) = trainer(nprocs=nprocs, batch_size=4), points(23).tensors
+def test_loaders_and_streams_are_predicted_too() -> None:
+    one, (at, labels) = trainer(batch_size=4), points(23).tensors
     one.model.eval()
     expected = one.model(at)
     one.model.train()
@@ -84,7 +83,7 @@ def test_loaders_and_streams_are_predicted_too(nprocs: int) -> None:
         Stream(),
         shard(pairs),
     ]
-    result: Any = notebook_launcher(lambda: [*map(one.predict, kinds)], num_processes=nprocs, device="cpu")
+    result: Any = notebook_launcher(lambda: [*map(one.predict, kinds)], num_processes=2, device="cpu")
     for outputs in [one.predict(TensorDataset(at, labels)), *result[0]]:
         assert torch.allclose(outputs, expected, atol=1e-6)
     assert one.model.training  # in eval mode while it predicted

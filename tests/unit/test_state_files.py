@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, Prefetcher, prefetch, saved_states, skip_first_batches
@@ -300,71 +299,6 @@ def test_what_is_skipped_is_not_loaded(seed: int | None) -> None:
     Numbers.loaded.clear()
     assert len(list(skip_first_batches(loader, 3))) == 2
     assert Numbers.loaded == [6, 7, 8, 9]
-
-
-# ------------------------------------------------------------------ loaders of a single process
-def test_a_loader_resumes_with_generators_of_its_own() -> None:
-    def loader(seed: int) -> Any:
-        given = numbers(generator=torch.Generator().manual_seed(seed))
-        return Accelerator(compute_setup="cpu").prepare(given)
-
-    first = loader(1)
-    list(first)
-    passing = iter(first)
-    next(passing), next(passing)
-    state = first.state_dict()
-    rest = [[batch.tolist() for batch in passing], [batch.tolist() for batch in first]]
-    second = loader(2)
-    second.load_state_dict(state)
-    assert [[batch.tolist() for batch in second], [batch.tolist() for batch in second]] == rest
-    assert state["epoch"] == 1
-    assert second.epoch == 3
-
-
-def test_a_state_in_the_last_batch_keeps_the_next_order() -> None:
-    """A sampler with a generator draws once more after its last index."""
-
-    def loader(seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        return Accelerator(compute_setup="cpu").prepare(numbers(generator=generator, num_workers=1))
-
-    first, second = loader(1), loader(2)
-    state = [first.state_dict() for _ in first][-1]
-    second.load_state_dict(state)
-    assert [[batch.tolist() for batch in second] for _ in range(2)] == [
-        [batch.tolist() for batch in first] for _ in range(2)
-    ]
-
-
-def test_persistent_workers_resume_in_the_same_order() -> None:
-    """Starting them draws a number, which passes after the first do not."""
-
-    loader: Any = Accelerator(compute_setup="cpu").prepare(numbers(num_workers=1, persistent_workers=True))
-    states, seen = [(loader.state_dict(), torch.get_rng_state())], []
-    for _ in range(3):
-        for batch in loader:
-            seen.append(batch.tolist())
-            states.append((loader.state_dict(), torch.get_rng_state()))
-    drawn = torch.rand(1)
-    for taken, (state, random_state) in enumerate(states[:-1]):
-        loader.load_state_dict(state)
-        torch.set_rng_state(random_state)
-        left = [batch.tolist() for _ in range(3 - state["epoch"]) for batch in loader]
-        assert (left, torch.rand(1)) == (seen[taken:], drawn)
-
-
-def test_a_stream_resumes_in_a_single_process() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(10))
-
-    loader: Any = Accelerator(compute_setup="cpu").prepare(DataLoader(Stream(), 2))
-    passing = iter(loader)
-    next(passing), next(passing)
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
-    assert len(list(loader)) == 5
 
 
 # ------------------------------------------------------------------ the folder
