@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import copyreg
 import importlib
-import importlib.util
 import io
 import sys
 import traceback
