@@ -91,7 +91,8 @@ def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
             return tensor_v3_rebuilder, ()
     if buffers is not None and numpy is not None and issubclass(kind, getattr(numpy, "ndarray", ())):
         if issubclass(kind, numpy.memmap) and kind.__reduce__ is numpy.ndarray.__reduce__:
-            return (buffers.is_here and _reduce_map(obj)) or _reduce_array(numpy.asarray(obj))
+            copied = numpy.asarray(obj)
+            return (buffers.is_here and _reduce_map(obj)) or _reduce_array(copied) or copied.__reduce_ex__(5)
         if kind is numpy.ndarray:
             return _reduce_array(obj)
     return None
@@ -250,8 +251,11 @@ def tensor_of_span(memory: Any, dtype: Any, *layout: Any) -> Any:
 
 # ------------------------------------------------------------------ arrays
 def _reduce_array(array: Any) -> tuple[Any, ...] | None:
-    """Reduce an array. NumPy's own reduction copies some into the pickle, and loses byte order and writability."""
+    """Reduce an array, unless NumPy's own reduction is right: it copies some, and loses byte order and writability."""
     if array.dtype.hasobject or not array.nbytes:
+        return None
+    is_plain = array.flags.writeable and array.dtype.isnative and array.dtype.kind not in "mMV"
+    if is_plain and (array.flags.c_contiguous or array.flags.f_contiguous):
         return None
     is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     whole = array.T if is_fortran else array
