@@ -24,24 +24,8 @@ Stream = Literal["out", "err", "spool"]
 
 
 # ------------------------------------------------------------------ one rank
-class OpenLog(Protocol):
-    """A log that a reader follows. Used from one thread."""
-
-    def size(self) -> int:
-        """Return the number of bytes written so far; 0 before the first."""
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return these bytes; fewer if the log was truncated meanwhile."""
-
-    def close(self) -> None:
-        """Close the log. Idempotent."""
-
-
 class Log(Protocol):
-    """One stream of a rank so far. Thread-safe, and readable after the group is closed.
-
-    It holds nothing open between two calls, because panels keep the logs of many launches.
-    """
+    """One stream of a rank so far. Thread-safe, and readable after the group is closed."""
 
     @property
     def name(self) -> str:
@@ -52,9 +36,6 @@ class Log(Protocol):
 
     def read(self, start: int, end: int) -> bytes:
         """Return these bytes; fewer if the log was truncated meanwhile, none if it was removed."""
-
-    def open(self) -> OpenLog:
-        """Open the log, to read it often while the rank runs. The caller closes it."""
 
 
 class Body(Protocol):

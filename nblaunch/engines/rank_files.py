@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,15 +21,11 @@ _DUMP_QUIET_S = 0.2
 class LogFile:
     """A file that a rank appends to. It may not exist yet, or no longer. An `engines.protocol.Log`.
 
-    Args:
-        path: The file. It is opened for each read: 20 panels of 64 ranks would hold too many descriptors.
+    It is opened for each read: many panels of many ranks would hold too many descriptors.
     """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-
-    def open(self) -> GrowingFile:
-        return GrowingFile(self.name)
 
     def size(self) -> int:
         try:
@@ -38,40 +34,16 @@ class LogFile:
             return 0
 
     def read(self, start: int, end: int) -> bytes:
-        with suppress(OSError), closing(self.open()) as file:
-            return file.read(start, end)
-        return b""
-
-
-class GrowingFile:
-    """A log file that stays open. An `engines.protocol.OpenLog`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._fd: int | None = None
-
-    def size(self) -> int:
-        fd = self._descriptor()
-        return 0 if fd is None else os.fstat(fd).st_size
-
-    def read(self, start: int, end: int) -> bytes:
-        fd = self._descriptor()
         blocks = []
-        while fd is not None and start < end and (block := os.pread(fd, end - start, start)):
-            blocks.append(block)
-            start += len(block)
+        with suppress(OSError):
+            fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                while start < end and (block := os.pread(fd, end - start, start)):
+                    blocks.append(block)
+                    start += len(block)
+            finally:
+                os.close(fd)
         return b"".join(blocks)
-
-    def _descriptor(self) -> int | None:
-        if self._fd is None:
-            with suppress(FileNotFoundError):
-                self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        return self._fd
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 @dataclass(frozen=True, slots=True)

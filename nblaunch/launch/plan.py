@@ -21,10 +21,10 @@ from nblaunch.wire.tables import log_limit
 
 DEFAULT_CPU_RANKS = 2
 """The number of ranks on a machine without GPUs; of several, each has one."""
-_DESCRIPTORS_PER_RANK = 7
-"""In the kernel: a channel, two logs, a spool, the store's connection, and the result (most are one segment)."""
-_DESCRIPTORS_PER_COPY = 4
-"""The same for a rank on another machine: two logs, a spool, and the result."""
+_DESCRIPTORS_PER_RANK = 4
+"""In the kernel: a channel, the store's connection, and the result (most are one segment)."""
+_DESCRIPTORS_PER_COPY = 1
+"""The same for a rank on another machine: the result."""
 _DESCRIPTORS_PER_LAUNCH = 30
 """Besides the ranks' own: 15, and more once sent data is cached for the next launch."""
 

@@ -131,7 +131,6 @@ class Run:
             self.task.send(lambda rank: plan.world(rank, store), job.parcel, last=True)
             workers = [member.worker for member in group.members]
             self.output = OutputFollower(workers, plan.options.metric_patterns or (), self.view)
-            opened.callback(self.output.close)
             supervise(self.task, self.output, self.view, lambda: group.is_over)
             for event in group.drain():
                 self.task.take(event)
@@ -186,7 +185,6 @@ class Run:
             patterns = options.metric_patterns
             is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
             self.output = OutputFollower(present, patterns or (), self.view, notes_unmatched=is_own)
-            opened.callback(self.output.close)
             opened.callback(ranks.late_output.follow, self.output)
             notes = _TurnNotes(self, place)
             try:

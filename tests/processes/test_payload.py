@@ -311,7 +311,7 @@ def test_a_launch_needs_no_more_descriptors_than_it_is_refused_for(launch: Launc
     """One less is refused before anything starts; torch's store would try to connect for minutes."""
     tensor = torch.ones(MB)
     launch(sums, (tensor,), num_processes=ranks)  # what stays open after a first launch is open
-    needed = 7 * ranks + 30
+    needed = 4 * ranks + 30
     settle()
     with may_open(needed - 1), pytest.raises(ArgumentError, match=rf"needs about {needed} file .* {needed - 1} more"):
         launch(sums, (tensor,), num_processes=ranks)

@@ -45,12 +45,6 @@ class FakeLog:
     def read(self, start: int, end: int) -> bytes:
         return bytes(self._data[start:end])
 
-    def open(self) -> FakeLog:
-        return self
-
-    def close(self) -> None:
-        """Nothing to release."""
-
 
 @dataclass(frozen=True)
 class FakeBody:

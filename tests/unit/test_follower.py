@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.engines.rank_files import GrowingFile, LogFile, OutputFile
+from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.launch.output import follower
 from nblaunch.launch.output.follower import PrintedLog, Spool
 from nblaunch.launch.output.terminal_lines import last_lines
@@ -29,10 +28,8 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def printed(log: Path) -> Iterator[PrintedLog]:
-    printed = PrintedLog(0, "out", LogFile(log))
-    yield printed
-    printed.close()
+def printed(log: Path) -> PrintedLog:
+    return PrintedLog(0, "out", LogFile(log))
 
 
 def append(path: Path, data: bytes) -> None:
@@ -57,22 +54,6 @@ def test_a_log_is_read_once_it_is_there(log: Path, printed: PrintedLog) -> None:
     append(log, b"three")
     assert look(printed).open == ["three"]
     assert printed.finish() == LogLines(0, "out", str(log), ["three"], [])
-
-
-def test_a_log_holds_one_descriptor_that_no_child_gets(log: Path, printed: PrintedLog) -> None:
-    append(log, b"x")
-    look(printed)
-    source = printed._opened
-    assert isinstance(source, GrowingFile)
-    first = source._fd
-    append(log, b"y")
-    look(printed)
-    assert first is not None
-    assert source._fd == first
-    assert not os.get_inheritable(first)
-    printed.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(first)
 
 
 def test_of_a_flood_the_first_and_the_last_lines_are_read(log: Path, printed: PrintedLog) -> None:
@@ -128,7 +109,6 @@ def test_every_line_is_read_exactly_once(tmp_path_factory: pytest.TempPathFactor
         lines += printed.read(most, MANY).lines
     lines += printed.finish().lines
     assert lines == "".join(parts).splitlines()
-    printed.close()
 
 
 # ------------------------------------------------------------------ spools
@@ -145,7 +125,6 @@ def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
     append(path, b": 2}\n" + json.dumps({"metrics": {"loss": float("inf")}}).encode() + b"\n")
     assert all_of(spool) == [{"step": 2}, {"metrics": {"loss": float("inf")}}]
     assert all_of(spool) == []
-    spool.close()
 
 
 def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +135,6 @@ def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: 
     blocks = list(spool.read())
     assert max(map(len, blocks)) < 100
     assert [record["step"] for block in blocks for record in block] == list(range(1000))
-    spool.close()
 
 
 def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +149,6 @@ def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest
     assert all_of(spool) == []
     append(path, b'\n{"step": 2}\n')
     assert all_of(spool) == [{"step": 2}]
-    spool.close()
 
 
 # ------------------------------------------------------------------ the end of a log

@@ -113,12 +113,12 @@ def test_ranks_devices_and_backend_follow_the_gpus(
 
 def test_more_ranks_than_free_descriptors_are_refused() -> None:
     small = Machine(0, 8, "linux", {}, free_descriptors=1024)
-    assert planned(small, num_processes=142).world_size == 142
+    assert planned(small, num_processes=248).world_size == 248
     with pytest.raises(
         ArgumentError,
-        match=r"^num_processes=143 needs about 1,031 file descriptors in the kernel, which may open 1,024 more \(ulim",
+        match=r"^num_processes=249 needs about 1,026 file descriptors in the kernel, which may open 1,024 more \(ulim",
     ):
-        planned(small, num_processes=143)
+        planned(small, num_processes=249)
 
 
 def test_the_soft_limit_of_descriptors_holds(monkeypatch: pytest.MonkeyPatch) -> None:

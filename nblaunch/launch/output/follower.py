@@ -42,12 +42,11 @@ class PrintedLog:
     def __init__(self, rank: int, stream: Stream, log: Log) -> None:
         self.rank, self.stream, self.log = rank, stream, log
         self.at = self._size = 0
-        self._opened = log.open()
         self._assembler = LineAssembler()
 
     def grow(self) -> int:
         """Look at the size of the log. Return how many bytes are unread."""
-        self._size = self._opened.size()
+        self._size = self.log.size()
         if self._size < self.at:  # the user has truncated the file
             self.at = 0
         return self._size - self.at
@@ -56,15 +55,15 @@ class PrintedLog:
         """Read at most `most` bytes. Of more than `max_backlog`, skip those between a first part and the last ones."""
         lines: list[str] = []
         if self._size - self.at > max_backlog:
-            head = self._opened.read(self.at, self.at + max_backlog // 8)
+            head = self.log.read(self.at, self.at + max_backlog // 8)
             head = head[: head.rfind(b"\n") + 1] or head
             begin = self._size - max_backlog * 3 // 4
-            begin += max(0, self._opened.read(begin - 1, begin + _LINE_START_BYTES).find(b"\n"))
+            begin += max(0, self.log.read(begin - 1, begin + _LINE_START_BYTES).find(b"\n"))
             lines = [*self._assembler.feed(head), *self._assembler.finish()]
             lines.append(f"… {begin - self.at - len(head):,} bytes not shown …")
             self.at = begin
         end = min(self._size, self.at + most)
-        data = self._opened.read(self.at, end)
+        data = self.log.read(self.at, end)
         self.at = end
         return self._lines(lines + self._assembler.feed(data))
 
@@ -74,9 +73,6 @@ class PrintedLog:
 
     def skip(self) -> None:
         self.at = self._size
-
-    def close(self) -> None:
-        self._opened.close()
 
     def _lines(self, lines: Sequence[str]) -> LogLines:
         return LogLines(
@@ -89,16 +85,15 @@ class Spool:
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self._opened = log.open()
         self._at = 0
         self._rest = b""
 
     def read(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the complete records since the last call, block by block to bound memory."""
-        size = self._opened.size()
+        size = self.log.size()
         begin, self._at = min(self._at, size), size
         for at in range(begin, size, _RECORDS_BLOCK_BYTES):
-            data = self._rest + self._opened.read(at, min(at + _RECORDS_BLOCK_BYTES, size))
+            data = self._rest + self.log.read(at, min(at + _RECORDS_BLOCK_BYTES, size))
             *lines, self._rest = data.split(b"\n")
             if len(self._rest) > _MAX_RECORD_BYTES:
                 lines.append(self._rest)
@@ -115,9 +110,6 @@ class Spool:
         _log.warning("nblaunch: %s contains a malformed report: %.80r", self.log.name, line)
         return None
 
-    def close(self) -> None:
-        self._opened.close()
-
 
 class RankOutput:
     def __init__(self, worker: Worker) -> None:
@@ -132,11 +124,6 @@ class RankOutput:
     @property
     def logs(self) -> dict[Stream, Log]:
         return {printed.stream: printed.log for printed in self.printed}
-
-    def close(self) -> None:
-        self.spool.close()
-        for printed in self.printed:
-            printed.close()
 
 
 class OutputFollower:
@@ -233,10 +220,6 @@ class OutputFollower:
         for rank in self.ranks:
             if rank.dropped:
                 self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.what} ({rank.dropped.why})"))
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
 
 
 class LateOutput:
