@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.machines import machines_of, with_usable_method
 from nblaunch.launch.options import Options, taken_by
+from nblaunch.launch.payload import namespace_of_notebook
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
@@ -89,15 +89,12 @@ def session(
             "'spawn'"
         )
     plan = with_usable_method(plan, engine, shown)
-    names = host().notebook_names()
-    names = main_names() if names is None else names
-    made = Session(name, plan, names, engine, timeout, _register, given)
+    made = Session(name, plan, namespace_of_notebook(), engine, timeout, _register, given)
     made.start()
     return made
 
 
 def _same(running: Session, given: Mapping[str, Any]) -> Session:
-    """Return a session that runs, if it was started with these arguments."""
     for option in sorted({*given, *running.given}):
         has, wanted = running.given.get(option, "default"), given.get(option, "default")
         if has != wanted:
@@ -109,11 +106,6 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
     host().writer()(f"session {running.name} is running: {ranks}, with the variables of earlier cells\n", "out")
     _register(running, True)
     return running
-
-
-def main_names() -> dict[str, Any]:
-    """Return the names of a script's main module."""
-    return vars(sys.modules["__main__"])
 
 
 def _register(session: Session, is_live: bool) -> None:
@@ -152,5 +144,4 @@ def how_to_start() -> str:
 
 
 def live_sessions() -> Mapping[str, Session]:
-    """Return the sessions by name."""
     return dict(_sessions)

@@ -46,7 +46,7 @@ def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None =
     except TypeError as error:
         raise ArgumentError(f"{parameters.summary(args, kwargs)} do not fit {name_of(function)}: {error}") from None
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
-    namespace = _namespace()
+    namespace = namespace_of_notebook()
     needed = _unseen([(name_of(function), function), *by_name.items()], namespace)
     anchor = _anchor(namespace, sorted(needed))
     return Payload(function, args, kwargs, anchor, settings(), watched, **effects_of_cells())
@@ -58,8 +58,7 @@ def _begin_of(value: Any) -> str:
 
 
 def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
-    """Collect the payload of a cell that uses these `names` of the notebook."""
-    namespace = _namespace()
+    namespace = namespace_of_notebook()
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _unseen([(name, namespace[name]) for name in names], namespace)
     anchor = _anchor(namespace, sorted(needed.union(names)))
@@ -69,7 +68,7 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
 def effects_of_cells() -> dict[str, Any]:
     """Return what the notebook's cells have done to modules and ranks are to repeat: fields of a payload."""
     cells = [cell.python for cell in host().cells() if not cell.is_of_ranks]
-    attributes = cell_effects.attributes_set_in(cells, _namespace())
+    attributes = cell_effects.attributes_set_in(cells, namespace_of_notebook())
     return {"imports": cell_effects.imported_in(cells), "attributes": attributes}
 
 
@@ -85,10 +84,6 @@ class Shipment:
 
 def ship(payload: Payload, is_here: bool = True) -> Shipment:
     """Pack a payload, with the sources and the names in ``__main__`` that pickling finds.
-
-    Args:
-        payload: The payload.
-        is_here: Whether all ranks are on this machine. Default: True.
 
     Raises:
         PayloadError: A part cannot be sent, or memory is insufficient; the message names the part.
@@ -129,7 +124,6 @@ def share(payload: Payload) -> Shipment:
 
 
 def sources_in(payload: Payload) -> dict[str, Source]:
-    """Return the source of the cell that defines a payload's function, by file name."""
     function = payload.function
     if isinstance(function, Cell):
         return {function.filename: Source(function.source, function.label)}
@@ -138,7 +132,6 @@ def sources_in(payload: Payload) -> dict[str, Source]:
 
 
 def sources_of(files: set[str]) -> dict[str, Source]:
-    """Return the sources of cells by the file names in their code objects."""
     found = {}
     for filename in files:
         lines = linecache.getlines(filename)
@@ -161,7 +154,6 @@ def name_of(function: Any) -> str:
 
 
 def _why(payload: Payload) -> str:
-    """Return which part of the payload cannot be sent and why, or an empty string if each part can."""
     function = payload.function
     if isinstance(function, Cell):
         names = payload.anchor.__code__.co_names
@@ -241,7 +233,8 @@ def _unseen(roots: Iterable[tuple[str, Any]], namespace: dict[str, Any]) -> set[
     return names
 
 
-def _namespace() -> dict[str, Any]:
+def namespace_of_notebook() -> dict[str, Any]:
+    """Return the names that ranks share: the notebook's, or those of a script's main module."""
     names = host().notebook_names()
     return vars(sys.modules["__main__"]) if names is None else names
 
@@ -272,7 +265,6 @@ def _is_watched(value: Any) -> bool:
 
 
 def settings() -> Settings:
-    """Return the random states, flags and logging of this process."""
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
     return Settings(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from IPython.core import completer
 from IPython.core.getipython import get_ipython
 
 from nblaunch.launch import live_sessions
@@ -12,8 +15,30 @@ from nblaunch.launch.options import TABLE
 from nblaunch.launch.session import Session
 from nblaunch.notebook.actions import COMMANDS, command_of
 from nblaunch.notebook.cells import goes_to_session
-from nblaunch.notebook.ipython_versions import Completion, as_matcher
 from nblaunch.notebook.magics import CELL
+
+# Kaggle and Colab have IPython 7.34, and their users cannot upgrade: a new one crashes these runtimes.
+Completion: Callable[..., Any] = getattr(completer, "SimpleCompletion", SimpleNamespace)
+
+
+def as_matcher(completions: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    """Return a function as a matcher of IPython's completer.
+
+    Before 8.6, matchers know the cursor's line alone: a cell's options are completed, but in the cell below them not
+    the names of its session's ranks.
+    """
+    if hasattr(completer, "context_matcher"):
+        return completer.context_matcher()(completions)  # type: ignore[no-any-return]
+
+    def matcher(token: str) -> list[str]:
+        source: Any = get_ipython().Completer  # type: ignore[union-attr]  # which has called this
+        line, before = source.line_buffer, source.text_until_cursor
+        context = SimpleNamespace(
+            full_text=line, line_with_cursor=line, text_until_cursor=before, cursor_line=0, cursor_position=len(before)
+        )
+        return [each.text for each in completions(context)["completions"]]
+
+    return matcher
 
 
 @as_matcher

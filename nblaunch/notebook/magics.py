@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from IPython.core import magic
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 
@@ -18,7 +19,6 @@ from nblaunch.launch.session import Session
 from nblaunch.notebook import actions
 from nblaunch.notebook.actions import COMMANDS, check_ranks, chosen_session, session_of_cell, show
 from nblaunch.notebook.cells import make_cell, names_used, paused
-from nblaunch.notebook.ipython_versions import output_can_be_silenced
 from nblaunch.notebook.magic_line import LineParser, in_flags, python_name, ranks, words_of
 from nblaunch.wire.messages import Cell, Payload
 
@@ -37,6 +37,8 @@ Every rank's value is displayed; -o binds them instead, and displays rank 0's.
 
 On two nodes of a cluster, with two ranks on each: %%distributed -n 2 --nodes 2 --engine slurm
 """
+output_can_be_silenced: Any = getattr(magic, "output_can_be_silenced", lambda function: function)
+"""Lets a semicolon at the end of the cell hide a magic's value; IPython has it from 8.10 on."""
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
