@@ -179,8 +179,9 @@ def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as shared, running_kernel() as kernel:
         kernel.run("%load_ext nblaunch\nimport torch").check()
         script, total = f"{shared}/train.py", Path(shared, "total")
-        engine = "--engine \"slurm -p test --time=5 '--comment=a b'\""
+        engine = "--engine \"slurm -p test --time=5 -o mine.out '--comment=a b'\""
         kernel.run(f"%%distributed --export {script} --sbatch --nodes 2 -n 2 --device cpu {engine}\n{body}").check()
         slurm.run("sbatch", f"--chdir={shared}", f"--export={exports}", f"{shared}/train.sbatch")
         eventually(total.exists, 40, otherwise=lambda: [log.read_text() for log in Path(shared).glob("*.out")])
         assert total.read_text() == "6.0"
+        assert [log.name for log in Path(shared).glob("*.out")] == ["mine.out"]  # the user's options replace the file's

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import LONG
 from tests.kernel.harness import Kernel
-from tests.torchrun import TORCHRUN, torchrun
+from tests.torchrun import torchrun
 
 CELLS = (
     "import json, random\nimport numpy as np\nimport torch\nimport torch.distributed as dist\nimport nblaunch\n"
@@ -140,37 +137,6 @@ def test_code_with_its_own_group_and_reports_runs(notebook: Kernel, tmp_path: Pa
 
     assert run_script(tmp_path / "own.py", has_nblaunch=True).split() == ["2", "2"]
     assert "\nimport nblaunch\n" in (tmp_path / "own.py").read_text()
-
-
-_SRUN = """#!/bin/bash
-while [ "${1#-}" != "$1" ]; do shift; done
-for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
-"""
-
-
-def test_two_nodes_of_a_job_meet(kernel: Kernel, tmp_path: Path) -> None:
-    """Stand-ins for srun and scontrol start both nodes here; torchrun and its rendezvous are real."""
-    kernel.run(f"%cd -q {tmp_path}\nimport torch, torch.distributed as dist").check()
-    body = "t = torch.ones(1) * rank\ndist.all_reduce(t)\nprint(f'{world_size} {local_rank} {t.item()}\\n', end='')"
-    kernel.run(f"%%distributed --export job.py --sbatch -n 1 --device cpu\n{body}").check()
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name, text in {"srun": _SRUN, "scontrol": '#!/bin/bash\necho "no-such-host"\necho "nor-this"\n'}.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    slurm = {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
-    path = f"{commands}:{TORCHRUN.parent}:{os.environ['PATH']}"
-    env = {**os.environ, **slurm, "PATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env["TMPDIR"] = str(commands)  # torchrun leaves its folder there
-
-    done = subprocess.run(
-        ["bash", "job.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LONG, check=False
-    )
-    assert done.stdout.splitlines() == ["2 0 1.0"] * 2, done.stderr
 
 
 # ------------------------------------------------------------------ what is refused

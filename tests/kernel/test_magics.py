@@ -20,13 +20,6 @@ def test_a_cell_runs_on_every_rank_and_knows_its_place(kernel: Kernel) -> None:
     assert kernel.ask("list(places)") == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
 
 
-def test_the_process_group_is_ready(kernel: Kernel) -> None:
-    cell = (
-        "%%distributed -n 2\nimport torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
-    )
-    assert kernel.run(cell).check().value == "2.0"
-
-
 def test_the_notebooks_names_are_in_scope(kernel: Kernel) -> None:
     kernel.run("base = 5\nclass Adder:\n    def add(self, n): return base + n\nadd = lambda n: Adder().add(n)").check()
 
@@ -276,14 +269,6 @@ def test_a_command_in_a_shipped_function_works_in_a_rank(kernel: Kernel) -> None
     assert "[rank 1] from a function" in kernel.run("%%distributed -n 2\nshout()").check().stdout
 
 
-def test_figures_are_saved_and_their_paths_shown(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed -n 2\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()").check()
-
-    paths = re.findall(r"\[rank \d\] <Figure size .+>: (.+\.png)", cell.stdout)
-    assert len(paths) == 2
-    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
-
-
 def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
     """After each plt.show() matplotlib numbers them from 1 again."""
     show = "plt.plot([1, 2])\nplt.show()\n"
@@ -291,7 +276,7 @@ def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
 
     paths = re.findall(r"<Figure size .+>: (.+\.png)", cell.stdout)
     assert len(set(paths)) == len(paths) == 4
-    assert all(Path(path).exists() for path in paths)
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +311,7 @@ def test_status_lists_launches_and_stop_ends_them(kernel: Kernel) -> None:
     assert "Launch" not in kernel.run("%distributed status").check().stdout
 
 
-@pytest.mark.parametrize("line", ["-n 4 status", "status --background", "stop --timeout 3"])
+@pytest.mark.parametrize("line", ["-n 4 status", "status --background"])
 def test_options_without_a_cell_are_a_usage_error(kernel: Kernel, line: str) -> None:
     cell = kernel.run(f"%distributed {line}")
 

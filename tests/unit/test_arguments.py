@@ -25,8 +25,8 @@ MODEL = nn.Linear(1, 1)
 
 # ------------------------------------------------------------------ values
 @pytest.mark.parametrize("value", [1, 7, np.int64(7)])
-def test_a_whole_number_comes_back_as_an_int(value: Any) -> None:
-    number = whole_number("num_processes", value, least=1)
+def test_a_whole_number_in_its_range_comes_back_as_an_int(value: Any) -> None:
+    number = whole_number("num_processes", value, least=1, most=7)
     assert (number, type(number)) == (value, int)
 
 
@@ -35,11 +35,6 @@ def test_a_whole_number_is_no_bool_float_or_text(value: Any) -> None:
     expected = f"num_processes={value!r}: must be a whole number, at least 1"
     with pytest.raises(ArgumentError, match=re.escape(expected)):
         whole_number("num_processes", value, least=1)
-
-
-@pytest.mark.parametrize("value", [0, 3, np.int64(3)])
-def test_a_whole_number_may_be_either_end_of_its_range(value: Any) -> None:
-    assert whole_number("src", value, least=0, most=3) == value
 
 
 @pytest.mark.parametrize("value", [-1, 4, True, 2.0])
@@ -119,7 +114,7 @@ def test_ranks_that_do_not_exist_are_named(value: Any, world_size: int, said: st
         (nblaunch.session, {"start_methode": "spawn"}, r"session\(\) .*: did you mean 'start_method'\?"),
     ],
 )
-def test_a_misspelt_arguments_the_nearest_one(call: Any, given: dict[str, Any], said: str) -> None:
+def test_a_misspelt_argument_names_the_nearest_one(call: Any, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said) as caught:
         call(**given)
     assert isinstance(caught.value, TypeError)  # as Python's own
