@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Engine
 from nblaunch.errors import StartError
@@ -18,7 +18,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.plan import Plan, moved
+from nblaunch.launch.plan import Plan
 from nblaunch.launch.session_ranks import SessionRanks, Ticket
 from nblaunch.launch.session_state import debug_command, no_group, restart_command
 from nblaunch.launch.stuck import in_words, place_of
@@ -57,18 +57,6 @@ class Job:
     """When to stop it, by the monotonic clock."""
     console: DebugConsole
     """What the user types for the ranks."""
-
-
-def on_nodes_of_now(job: Job, engine: Engine, view: View, commands: Commands) -> Job:
-    """Return the job of the next attempt: nodes that are lost have been replaced.
-
-    Raises:
-        StartError: They could not be.
-    """
-    if engine.is_local:
-        return job
-    machines = engine.machines(lambda text: view.on(Note(text)), lambda: commands.stop)
-    return replace(job, plan=moved(job.plan, machines))
 
 
 @dataclass(frozen=True, slots=True)
