@@ -337,12 +337,8 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _update_position(self, current: _Pass) -> None:
         note = current.note
-        self.is_padding, self.is_last, self.own_samples, self.all_samples = (
-            note.is_padding,
-            note.is_last,
-            note.own,
-            note.of_all,
-        )
+        self.is_padding, self.is_last = note.is_padding, note.is_last
+        self.own_samples, self.all_samples = note.own, note.of_all
         self.remaining = None if current.size is None else current.size - current.done + 1
         if self.epoch == current.epoch:
             self._progress.done, self._progress.samples = current.done, note.end

@@ -589,12 +589,12 @@ def gathered(tree: Any) -> Any:
     return to_device(tree, "cpu") if world().rank == 0 else tree
 
 
-def load_full_state(part: Any, state: Mapping[str, Any]) -> None:
+def load_full_state(part: Any, state: Mapping[str, Any], **options: Any) -> None:
     """Load a whole ``state_dict()`` into a module, optimizer, or anything else that has a state.
 
     Where ranks divide it each rank loads its part of the tensors; it is no collective.
     """
-    part.load_state_dict(parts_of(part, state))
+    part.load_state_dict(parts_of(part, state), **options)
 
 
 def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -39,7 +39,6 @@ from nblaunch.training.parallelism import (
     has_sharded_parameters,
     is_sharded,
     load_full_state,
-    parts_of,
     unwrapped,
 )
 from nblaunch.training.pytree import parameters_of, tree_leaves
@@ -334,10 +333,7 @@ class SavedStates:
         things, loads = self._things(), list[Callable[[], Any]]()
         options = {"weights_only": weights_only}
         for number, model in enumerate(things["model"]):
-            state = _read_model(model, folder, number, strict)
-            loads.append(
-                partial(lambda model, state: model.load_state_dict(parts_of(model, state), strict=strict), model, state)
-            )
+            loads.append(partial(load_full_state, model, _read_model(model, folder, number, strict), strict=strict))
         for number, optimizer in enumerate(things["optimizer"]):
             loads.append(partial(load_full_state, optimizer, _read_optimizer(optimizer, folder, number, options)))
         for kind in ("scheduler", "object"):
