@@ -44,7 +44,6 @@ def explain(failed: Failed, cells: Iterable[CellSource], namespace: Mapping[str,
 
 
 def _is_of_module(value: Any) -> bool:
-    """Return True for a module, and for a class or function that ranks import."""
     is_code = isinstance(value, (type, FunctionType)) and value.__module__ != "__main__"
     return is_code or isinstance(value, ModuleType)
 
@@ -95,7 +94,6 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def _root(node: ast.AST) -> str | None:
-    """Return the name that an expression such as ``a.b["c"]`` begins with."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None

@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 
 def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> DebugConsole:
-    """Return the console of a launch that the current thread starts."""
     can_type = host().can_type() and threading.current_thread() is threading.main_thread()
     is_question = isinstance(payload.function, Question)
     post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
@@ -88,7 +87,6 @@ class CellInput:
             sys.stdout.flush()
 
     def _read(self, prompt: Prompt) -> str | None:
-        """Read a line; None at the end of the input."""
         try:
             self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
             self._reading = prompt
@@ -120,7 +118,6 @@ class CellInput:
             _log.warning("nblaunch: the cell cannot show what a debugger has printed", exc_info=True)
 
     def _note_debuggers(self) -> None:
-        """Note which ranks of a launch in the background wait for the user, once each."""
         states = self._console.states
         new = [state for state in states if state not in self._noted]
         self._noted = states

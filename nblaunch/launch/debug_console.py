@@ -74,7 +74,6 @@ class _OpenDebugger:
 
     @property
     def state(self) -> str:
-        """What the rank does, and where."""
         opened, source = self.opened, self.sources.get(self.opened.filename)
         where = f", {(source.label if source else '') or opened.filename}, line {opened.line}" if opened.line else ""
         error = f" {opened.error}" if opened.error else ""
@@ -88,7 +87,6 @@ class _OpenDebugger:
 
     @property
     def refusal(self) -> str:
-        """Why it takes no command now."""
         if self.asked is None:
             return "is busy with its last command"
         return _STATES["input"] if self.opened.by == "input" else "waits for another line, not for a command"
@@ -241,7 +239,6 @@ class DebugConsole:
 
     @property
     def is_open(self) -> bool:
-        """True if the user debugs: a debugger is open, or a rank steps."""
         return self._front is not None
 
     def end(self) -> None:
@@ -291,7 +288,6 @@ class DebugConsole:
         self._unshown.append(text)
 
     def take_text(self) -> str:
-        """Return what the console shows since the last call."""
         with self._lock:
             text, self._unshown = "".join(self._unshown), []
         return text
@@ -305,7 +301,6 @@ class DebugConsole:
 
     @property
     def states(self) -> list[str]:
-        """What these ranks do, as in ``rank 0 has stopped at a breakpoint, Cell In[1], line 4``."""
         with self._lock:
             return [f"rank {rank} {self._open[rank][-1].state}" for rank in self.stopped]
 
@@ -345,7 +340,6 @@ class DebugConsole:
 
     @property
     def prompt(self) -> Prompt | None:
-        """The line that is waited for; None if there is none now."""
         with self._lock:
             return self._prompt
 
@@ -433,7 +427,6 @@ class DebugConsole:
 
 
 def _with_labels(text: str, sources: Mapping[str, Source]) -> str:
-    """Name cells as the notebook does."""
     for filename, source in sources.items():
         if source.label:
             text = text.replace(filename, source.label)

@@ -161,7 +161,6 @@ def unsent_name(failed: Failed, sources: Mapping[str, Source]) -> str:
 
 
 def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedError:
-    """Return a substitute for a user's exception that cannot be rebuilt here, or refuses attributes."""
     message = f"rank {cause.rank} raised {failed.type_name}: {failed.text}"
     return RankRaisedError(message, cause.rank, account.files.err(cause.rank))
 
@@ -196,7 +195,6 @@ def result_advice(type_name: str, verb: str = "Return") -> str:
 
 
 def rebuilt(failed: Failed) -> Any:
-    """Return the exception of a rank; None if it cannot be unpickled here."""
     if not failed.pickled:
         return None
     try:
@@ -234,17 +232,11 @@ def _died(end: RankEnd, account: Account) -> RankDiedError:
 
 
 def crash_warning(crashed: Sequence[RankEnd], account: Account) -> str:
-    """Return the warning for ranks that crashed after every rank had returned."""
     first, *others = crashed
     said = f"every rank returned and the result is complete, but {_how_it_ended(first, account)}"
     if others:
         said += f". The same happened to rank {', '.join(str(end.rank) for end in others)}"
     return said
-
-
-def headline(end: RankEnd, sources: Mapping[str, Source]) -> str:
-    """Return how a rank failed, in one line, to show until the other ranks have exited."""
-    return f"rank {end.rank} {fate(end, sources)}"
 
 
 def fate(end: RankEnd, sources: Mapping[str, Source]) -> str:
@@ -292,7 +284,6 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
 
 
 def _last_said(log: Log) -> str:
-    """Return the last lines of a log, and the user's frames of a stack that faulthandler wrote at its end."""
     lines = last_lines(log, MAX_CRASH_LINES).splitlines()
     crash = max((i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")), default=len(lines))
     current = (i for i in range(crash, len(lines)) if lines[i].startswith("Current thread"))
@@ -319,7 +310,6 @@ def _indented(text: str) -> str:
 
 
 def _labelled(traceback: str, sources: Mapping[str, Source]) -> str:
-    """Return the traceback with cells named as in the notebook."""
     for filename, source in sources.items():
         if source.label:
             traceback = traceback.replace(f'File "{filename}", line', f"{source.label}, line")
@@ -401,7 +391,6 @@ def describe(error: BaseException, account: Account | None) -> Failure:
 
 
 def _leaves(error: BaseException) -> list[str]:
-    """Return a line for each exception of a group."""
     parts = getattr(error, "exceptions", ())
     if not isinstance(parts, tuple) or not all(isinstance(part, BaseException) for part in parts):
         return []
@@ -409,7 +398,6 @@ def _leaves(error: BaseException) -> list[str]:
 
 
 def _users_line(traceback: str) -> tuple[str, str]:
-    """Return place and text of the last line in a cell; without cells, in a file of the user."""
     lines = traceback.splitlines()
     frames = [(found, i) for i, line in enumerate(lines) if (found := _FRAME.match(line))]
     in_cells = [frame for frame in frames if frame[0]["label"]]
@@ -484,8 +472,6 @@ def summary(error: BaseException) -> str:
 
 # ------------------------------------------------------------------ headlines
 class Headline(NamedTuple):
-    """A message in parts."""
-
     type_name: str
     text: str
     """At most `MAX_HEADLINE` characters, without line breaks."""
@@ -497,7 +483,6 @@ class Headline(NamedTuple):
 
 
 def headline_of(type_name: str, message: str) -> Headline:
-    """Return the headline of an error. If its message holds a traceback, it is that of the exception at its end."""
     message = message.strip()
     inner = _innermost(message)
     if inner is None:
@@ -511,7 +496,6 @@ def headline_of(type_name: str, message: str) -> Headline:
 
 
 def _innermost(message: str) -> tuple[str, str] | None:
-    """Return type and message of the exception that ends the last traceback in a message; None if it has none."""
     _, mark, trace = message.rpartition(_TRACEBACK)
     lines = trace.strip('\n"').splitlines()
     for number, line in enumerate(lines if mark else []):
@@ -522,7 +506,6 @@ def _innermost(message: str) -> tuple[str, str] | None:
 
 
 def _first_sentence(message: str, most: int = MAX_HEADLINE) -> str:
-    """Return the first sentence of a message in one line, cut where it is too long."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     text = lines.pop(0) if lines else ""
     if text.endswith(":") and lines and len(text) < most:

@@ -16,8 +16,6 @@ from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
 
 @dataclass(slots=True)
 class Member:
-    """One rank of a group."""
-
     rank: int
     worker: Worker
     pid: int = 0
@@ -81,13 +79,11 @@ class WorkerGroup:
         self.members[rank] = Member(rank, self.workers.restart(rank, environment))
 
     def raise_refusal(self) -> None:
-        """Raise StartError once if a rank could not be started."""
         refusal, self.refusal = self.refusal, ""
         if refusal:
             raise StartError(refusal)
 
     def end(self) -> None:
-        """Let kept ranks exit; the group is over once they have."""
         self._is_kept = False
         self.workers.dismiss()
 
@@ -97,7 +93,6 @@ class WorkerGroup:
         self._check(time.monotonic())
 
     def drain(self) -> Iterator[Event]:
-        """Yield what the ranks had sent before their exit."""
         yield from map(self._noted, self.workers.drain())
 
     def _noted(self, event: Event) -> Event:

@@ -245,7 +245,6 @@ class Launch:
             self._finished.wait(timeouts.KILLED_LAUNCH_TIMEOUT_S)
 
     def _wait_out(self) -> bool:
-        """Wait for the end. Return True if the user interrupted the launch."""
         to_kill = 3 if self.keeps_ranks else 2
         while not self._finished.is_set():
             try:
@@ -300,7 +299,6 @@ class Launch:
                 return
 
     def _attempt(self, number: int) -> bool:
-        """Run one attempt; return True if another follows."""
         try:
             files = LaunchFiles.create(self.id + CELL_SUFFIX if self.keeps_ranks else self.id)
         except OSError as refusal:
@@ -422,7 +420,6 @@ class Launch:
 
 
 def _incomplete(task: Task) -> str:
-    """Describe failures during the stop: a checkpoint may be incomplete."""
     raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
     parts = [f"rank {f.rank} raised {failures.headline_of(f.type_name, f.text)}" for f in raised if not f.collective]
     killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
@@ -435,7 +432,6 @@ def _incomplete(task: Task) -> str:
 
 
 def _places(task: Task) -> str:
-    """Describe where the ranks were at the timeout."""
     places = task.inspector.said or {}
     lines = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
     lines += ["…"] if len(places) > MAX_PLACES else []

@@ -137,7 +137,6 @@ class Inspector:
         return True
 
     def _answer(self) -> None:
-        """Pass the round to those who have asked for it."""
         if self._located_at is not None and self.said is None:
             self.said = {rank: self._described(rank, place)[1] for rank, place in self.places.items()}
         waiting, self._waiting = self._waiting, []
@@ -151,7 +150,6 @@ class Inspector:
             self._view.on(StacksShown(texts))
 
     def _described(self, rank: int, place: Place) -> tuple[str, str]:
-        """Return the stacks of a rank, and its place in a few words."""
         if not self._group.members[rank].worker.stacks.is_ready:
             return _STARTING, "was still starting"
         if not place.stacks:

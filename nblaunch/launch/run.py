@@ -42,8 +42,6 @@ _CREATE_AGAIN = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the runs of a launch share."""
-
     plan: Plan
     launch_id: str
     process: Process
@@ -250,7 +248,6 @@ class _TurnNotes:
             )
 
     def _session_variable(self) -> str:
-        """Return a variable of the notebook that holds the session, else a word for it."""
         for name, value in list((host().notebook_names() or {}).items()):
             is_ours = type(value).__module__.startswith("nblaunch.") and not name.startswith("_")
             if is_ours and getattr(value, "_ranks", None) is self._ranks:
@@ -277,7 +274,6 @@ class _TurnNotes:
         return f"called {last.count} in this group, the last {in_words(last, place)}"
 
     def note_error(self, verdict: Verdict) -> None:
-        """Note how to debug the exception that has ended the task."""
         ranks, console, cause = self._ranks, self._job.console, verdict.cause
         has_raised = cause is not None and cause.kind in ("exception", "collective")
         ranks.failed_first = cause.rank if cause is not None and has_raised else None

@@ -42,8 +42,6 @@ class BusyError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A place in the queue."""
-
     label: str = ""
     """Of the task, such as ``Cell In[3]``; empty for a question."""
     stop: Callable[[], None] = lambda: None
@@ -280,7 +278,6 @@ class SessionRanks:
                 self.queue.discard(ticket)
 
     def said_of_queue(self, ticket: Ticket) -> str:
-        """Return what a ticket waits for, in words; empty if it does not wait."""
         first, *others = [label or "a question" for label in self.queue.ahead_of(ticket)] or [""]
         more = f", and {len(others)} more before this" if others else ""
         return f"queued: session {self.name} runs {first}{more}; an interrupt ends the wait" if first else ""
@@ -313,7 +310,6 @@ class SessionRanks:
 
     @property
     def start_again(self) -> str:
-        """What to do once the session has ended."""
         return f"start it again with {command(self.name, f'-n {self.plan.world_size}')}"
 
     @property
@@ -428,13 +424,11 @@ class SessionRanks:
 
 
 def _lose(group: WorkerGroup) -> None:
-    """Close a group that no task may use any more."""
     group.is_lost = True
     group.close()
 
 
 def _counts(task: Task) -> set[int]:
-    """Return how many collectives of the group the ranks have begun, as far as it is known."""
     begun = [rank.names.begun for rank in task.present if rank.names is not None]
     return {each.last.count for each in begun if each.is_counted}
 

@@ -33,8 +33,6 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread, the oldest call first."""
-
     thread: str
     """faulthandler's name for it, such as ``0x00007f7c39423b80``."""
     frames: tuple[Frame, ...]
@@ -61,7 +59,6 @@ def parse(dump: str) -> list[Stack]:
 
 
 def _unescaped(text: str) -> str:
-    """Undo the escapes of a dump, which is ASCII only."""
     return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
 
 
@@ -75,12 +72,10 @@ def _without_ours(stack: Stack) -> tuple[Frame, ...]:
 
 
 def frames_of(stacks: Sequence[Stack], thread: str) -> tuple[Frame, ...]:
-    """Return the calls of one thread; none if it is not among the stacks."""
     return next((stack.frames for stack in stacks if stack.thread == thread), ())
 
 
 def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
-    """Return True if the main thread's last call is in torch.distributed."""
     frames = [frame for frame in frames_of(stacks, main) if not is_file(frame.file, COLLECTIVE_LOG)]
     return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
 
@@ -92,7 +87,6 @@ def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
 
 
 def is_ours(stack: Stack) -> bool:
-    """Return True for a thread of nblaunch in the rank."""
     return any(is_file(frame.file, ours) for frame in stack.frames[:1] for ours in RANK_THREADS)
 
 

@@ -118,8 +118,6 @@ Reason = ByUser | PeerFailed | TimedOut | TakenBack | Abandoned | NoProgress
 # ------------------------------------------------------------------ how
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A signal that is due."""
-
     rank: int
     signum: int
     group: bool
@@ -234,7 +232,6 @@ class Ladder:
         return found
 
     def is_given_up(self, now: float) -> bool:
-        """Return True if nothing more is done to ranks that have not responded."""
         return not self.policy.kills and now >= self.begun + self.grace
 
     @property
@@ -243,7 +240,6 @@ class Ladder:
 
     @property
     def _may_wait_for_others(self) -> bool:
-        """Whether ranks may wait in a collective that will not end."""
         return not isinstance(self.reason, (ByUser, TimedOut))
 
     def countdown(self, now: float, interrupts_to_kill: int) -> str:

@@ -166,7 +166,6 @@ def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
 
 
 def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str], str, bool]:
-    """Return why the waiting ranks wait: further lines, how the last line ends, and whether that is final."""
     calls = [each.begun[0] for each in group.waiting]
     if len({each.call for each in calls}) > 1:
         return [], f". They differ: {_NEVER}", True
@@ -197,7 +196,6 @@ def _to_debug(group: _Group) -> tuple[int, ...]:
 
 
 def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> list[str]:
-    """Return who waits in what, such as ``ranks 0, 2 wait in all_reduce #57 (8 float32, Cell In[3], line 14)``."""
     by_call: dict[tuple[str, str, str], list[RankView]] = {}
     for each in waiting:
         by_call.setdefault((each.begun[0].call, each.begun[0].detail, place_of(each.begun[0])), []).append(each)
@@ -253,7 +251,6 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
 
 
 def place_of(begun: Begun, sources: Mapping[str, Source]) -> str:
-    """Return the place of a collective, such as ``Cell In[3], line 14``; empty if it is not known."""
     source = sources.get(begun.file)
     file = source.label if source is not None and source.label else begun.file
     return f"{file}, line {begun.line}" if file else ""
@@ -311,7 +308,6 @@ class StuckWatch:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that may wait."""
         return [rank.rank for rank in self._ranks if not rank.is_over and rank.is_running and rank.member.listens]
 
     def quiet(self, now: float) -> float:

@@ -309,7 +309,6 @@ class Task:
             self._show_stuck()
 
     def _show_stuck(self) -> None:
-        """Show why ranks wait in a collective, until they go on. Another reason is shown at once."""
         found = self._stuck.verdict
         reason = found.reason if found is not None else ""
         if reason != self._shown_stuck:
@@ -364,7 +363,7 @@ class Task:
         working = [rank for rank in live if self.ranks[rank].done is None and self.ranks[rank].failed is None]
         cause = self.verdict().cause
         if working and cause is not None and cause.end is not None:
-            said = failures.headline(cause.end, self.sources)
+            said = f"rank {cause.rank} {failures.fate(cause.end, self.sources)}"
             self.view.on(Note(f"{said}: stopping the other ranks, which have up to {self.stop_grace:g} s"))
 
     def _await_exits(self, now: float, live: list[int], returned_at: float) -> None:
@@ -430,7 +429,6 @@ class Task:
         return replace(verdict, crashed=()) if self.policy.keeps else verdict  # a kept rank does not exit
 
     def take_results(self) -> dict[int, list[int]]:
-        """Return the parcels of the ranks that have returned; the caller closes their descriptors."""
         return {rank.rank: rank.result.take() for rank in self.ranks if rank.result}
 
     def close(self) -> None:

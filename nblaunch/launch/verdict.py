@@ -15,8 +15,6 @@ from nblaunch.launch.stopping import Ladder, TimedOut
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The root cause of a failed task."""
-
     kind: Literal["exception", "exit", "interrupt", "result", "died", "collective", "lost"]
     rank: int
     time_ns: int
@@ -27,8 +25,6 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a task ended."""
-
     state: Literal["finished", "failed", "stopped"]
     cause: Cause | None = None
     crashed: tuple[RankEnd, ...] = ()
@@ -64,7 +60,6 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
 
 
 def _crashed(end: RankEnd, ladder: Ladder | None) -> bool:
-    """Return True if the process of a rank that had returned failed, unless we killed it."""
     if end.exited is None:
         return True
     return end.exited.returncode != 0 and not _by_our_hand(end, end.exited.time_ns, ladder)
