@@ -63,13 +63,12 @@ def test_ranks_run_on_every_node_and_a_release_frees_them(ray_nodes: RayCluster)
     eventually(ray_nodes.is_free, 15, ray_nodes.log)
 
 
-@pytest.mark.parametrize("of_ray", ["ray::AgentActor", "nblaunch.engines.agent"])
-def test_a_killed_actor_or_agent_is_a_lost_node(ray_nodes: RayCluster, of_ray: str) -> None:
+def test_a_killed_actor_is_a_lost_node(ray_nodes: RayCluster) -> None:
     running = launch(wait_for_each_other, block=False)
     eventually(lambda: running.stacks().keys() == {0, 1})
     n2 = ray_nodes.machines[1]
     begin = time.monotonic()
-    n2.kill(*n2.processes(of_ray))
+    n2.kill(*n2.processes("ray::AgentActor"))
     with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2: its agent was killed"):
         running.result()
     assert time.monotonic() - begin < 30

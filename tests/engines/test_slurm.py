@@ -160,14 +160,6 @@ def test_the_readmes_cells_run_on_two_nodes(slurm: SlurmCluster) -> None:
 def test_what_slurm_refuses_is_the_error(slurm: SlurmCluster) -> None:
     with pytest.raises(StartError, match=r"srun: .*invalid partition"):
         launch(hosts, engine="slurm --partition=none")
-    with pytest.raises(ArgumentError, match=r"engine='slurm -N 3': -N: use num_nodes= "):
-        launch(hosts, engine="slurm -N 3")
-
-
-def test_a_python_that_nodes_lack_is_named(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBLAUNCH_PYTHON", "/nowhere/python")
-    with pytest.raises(StartError, match=r"^srun: cannot start /nowhere/python there; let NBLAUNCH_PYTHON name"):
-        launch(hosts)
 
 
 def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:

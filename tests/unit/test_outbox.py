@@ -51,15 +51,6 @@ def test_lanes_wait_for_a_full_connection_and_lose_nothing() -> None:
     assert flushed(outbox, connection) == [5, 6]
 
 
-def test_urgent_messages_overtake_what_waits() -> None:
-    outbox, connection = Outbox(), Connection(5)
-    outbox.put_in("slow", endless())
-    flushed(outbox, connection)
-    outbox.put("stop")
-    connection.room = 2
-    assert flushed(outbox, connection) == [5, "stop"]  # the first was read already
-
-
 def test_a_flush_leaves_time_for_other_things() -> None:
     outbox, connection = Outbox(), Connection(1000)
     outbox.put_in("quick", endless())
