@@ -1,35 +1,73 @@
 """Nodes by Ray: a placement group reserves them, and an actor on each starts an agent.
 
 The notebook runs on a machine of the cluster. Ray starts the agents and ends them; logs, results, interrupts and errors
-do not go through it. The kernel itself does not connect to Ray: `nblaunch.engines.ray_driver` does.
+do not go through it.
+
+The kernel itself does not connect to Ray, because Ray ends its driver's process when the cluster's head is lost. The
+driver is this module in a process of its own. It reads `RayRequest` and then `Boot` from its stdin, as lines of JSON,
+and writes `RayState` to its stdout, whenever it changes. It frees the nodes at EOF, and when its parent has exited. If
+it is killed, Ray frees them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import logging
 import os
 import select
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import IO, Any, NoReturn
 
 from nblaunch.engines.command_starter import said_in
-from nblaunch.engines.ray_driver import RayRequest, RayState
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot, Proof
 
-_DRIVER = "nblaunch.engines.ray_driver"
 RAY_CONNECT_TIMEOUT_S = 60.0
 """For Ray's driver to connect to its cluster: it imports Ray first."""
+_MAX_SAID = 2000
+"""Bytes of an agent's stderr, and characters of Ray's errors."""
+RAY_PROBE_TIMEOUT_S = 5.0
+"""For the address of a Ray cluster to accept a connection: Ray itself would try for minutes."""
 
 
+@dataclass(frozen=True, slots=True)
+class RayRequest:
+    address: str
+    """Of the cluster; empty: what ``RAY_ADDRESS`` names, or the cluster that this machine is a node of."""
+    count: int
+    num_cpus: float
+    """Of each agent."""
+    num_gpus: float | None
+    """Of each agent; None: as many as `count` agents can have."""
+    resources: Mapping[str, float]
+    """Others, of each agent."""
+    pack: bool
+    """Whether several agents may share a node."""
+    python: str
+    """What runs agents; empty: the Python of Ray's workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayState:
+    addresses: Sequence[str] = ()
+    """Of the cluster's nodes; empty: not connected yet."""
+    state: str = ""
+    """What the placement group waits for; empty: nothing."""
+    problem: str = ""
+    """Why agents cannot join any more."""
+
+
+# ------------------------------------------------------------------ the kernel's end
 class RayStarter:
     """A `node_engine.Starter`.
 
@@ -71,7 +109,7 @@ class RayStarter:
         request = {**asdict(self._request), "address": address}
         self._errors = tempfile.TemporaryFile()
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", _DRIVER],
+            [sys.executable, "-m", "nblaunch.engines.ray"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -122,7 +160,6 @@ class RayStarter:
         driver.stdout.close()
         errors.close()
 
-    # -------------------------------------------------------------- the driver
     def _write(self, message: dict[str, Any]) -> None:
         assert self._driver is not None
         assert self._driver.stdin is not None
@@ -190,3 +227,216 @@ def _address_of_notebook() -> str:
     if ray is None or not ray.is_initialized():
         return ""
     return str(ray.get_runtime_context().gcs_address)
+
+
+# ------------------------------------------------------------------ the driver
+class AgentActor:
+    """Runs one agent.
+
+    Ray pickles this class by value, because it is of ``__main__``: a node without nblaunch can start it, and reports
+    what the agent's Python says.
+    """
+
+    def run(self, python: str, boot_line: str) -> tuple[str, int, str]:
+        """Run an agent until it exits; return the node's host name, the status, and the end of the agent's stderr."""
+        born = {}
+        with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:  # no /proc
+            pairs = [os.fsdecode(pair).partition("=") for pair in file.read().split(b"\0") if pair]
+            born = {name: value for name, _, value in pairs}
+        env = dict(os.environ)  # with the accelerators that this actor may use
+        for name in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT"):  # set in every worker; ranks have their own
+            env.pop(name, None)
+            env.update({name: born[name]} if name in born else {})
+        for name in ("RAY_CLIENT_MODE", "RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID", "SPT_NOENV"):
+            env.pop(name, None)  # they describe this worker
+        with tempfile.TemporaryFile() as errors:
+            try:
+                agent = subprocess.Popen(
+                    [python or sys.executable, "-m", "nblaunch.engines.agent", str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=env,
+                )
+            except OSError as error:
+                return socket.gethostname(), 127, str(error)
+            assert agent.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.write(boot_line.encode())
+                agent.stdin.close()
+            status = agent.wait()
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - _MAX_SAID))
+            return socket.gethostname(), status, errors.read().decode(errors="replace").strip()
+
+
+@dataclass
+class Driver:
+    """See the module. The parent is the kernel."""
+
+    request: RayRequest
+    parent: int
+    _said: RayState = field(default_factory=RayState)
+    _out: int = -1
+    _group: Any = None
+    _actors: list[Any] = field(default_factory=list)
+    _runs: list[Any] = field(default_factory=list)
+
+    def connect(self) -> None:
+        """Connect to the cluster. Ray raises many kinds of exceptions if it cannot."""
+        import ray
+
+        address = self.request.address or os.environ.get("RAY_ADDRESS") or "auto"
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "://" not in address:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), RAY_PROBE_TIMEOUT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def serve(self) -> None:
+        """Hold the nodes until the kernel closes the pipe, or has exited."""
+        self._tell(RayState(addresses=[node["NodeManagerAddress"] for node in self._nodes()]))
+        unread = b""
+        looked_at = 0.0
+        while os.getppid() == self.parent:
+            if select.select([0], [], [], timeouts.NODES_POLL_S)[0]:
+                read = os.read(0, 1 << 16)
+                if not read:
+                    break
+                unread += read
+                if self._group is None and unread.endswith(b"\n"):
+                    self._start(Boot(**json.loads(unread)))
+            if self._group is not None and time.monotonic() - looked_at > timeouts.QUEUE_POLL_S:
+                looked_at = time.monotonic()
+                self._tell(replace(self._said, state=self._state(), problem=self._said.problem or self._problem()))
+
+    def _tell(self, state: RayState) -> None:
+        if state != self._said:
+            self._said = state
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._out, json.dumps(asdict(state)).encode() + b"\n")
+
+    @staticmethod
+    def _nodes() -> list[dict[str, Any]]:
+        import ray
+
+        return [node for node in ray.nodes() if node["Alive"]]
+
+    # -------------------------------------------------------------- the actors
+    def _start(self, boot: Boot) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        request = self.request
+        if request.num_gpus is None:
+            counts = [int(node["Resources"].get("GPU", 0)) for node in self._nodes()]
+            self.request = request = replace(request, num_gpus=most_gpus(counts, request.count, pack=request.pack))
+        made: Any = ray.remote(AgentActor)
+        strategy = "PACK" if request.pack else "STRICT_SPREAD"
+        self._group = placement_group([_bundle(request)] * request.count, strategy=strategy)
+        line = json.dumps(asdict(boot)) + "\n"  # the kernel numbers nodes by name: the order of bundles is Ray's
+        for number in range(request.count):
+            options = {
+                "num_cpus": request.num_cpus,
+                "num_gpus": request.num_gpus,
+                "resources": dict(request.resources),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, number),
+                "max_restarts": 0,
+            }
+            actor = made.options(**options).remote()
+            self._actors.append(actor)
+            self._runs.append(actor.run.remote(request.python, line))
+
+    @property
+    def _is_placed(self) -> bool:
+        from ray.util.placement_group import placement_group_table
+
+        return bool(placement_group_table(self._group)["state"] == "CREATED")
+
+    def _state(self) -> str:
+        import ray
+
+        if self._is_placed:
+            return ""
+        bundle, count = _bundle(self.request), self.request.count
+        fit = [n for n in self._nodes() if all(n["Resources"].get(name, 0) >= most for name, most in bundle.items())]
+        free = ray.available_resources()
+        units = [_amount(free.get(name, 0), name) for name in bundle]
+        asked = " and ".join(_amount(most, name) for name, most in bundle.items())
+        nodes = "1 node" if count == 1 else f"{count} {'agents' if self.request.pack else 'nodes'}"
+        return (
+            f"ray: waiting for {nodes} with {asked}{' each' if count > 1 else ''}; the cluster has "
+            f"{len(fit)} such node{'s' * (len(fit) != 1)}, and in all {' and '.join(units)} free"
+        )
+
+    def _problem(self) -> str:
+        import ray
+
+        for run in ray.wait(self._runs, num_returns=len(self._runs), timeout=0)[0]:
+            try:
+                host, status, said = ray.get(run)
+            except Exception as error:  # noqa: BLE001  # an actor that died, or could not be made
+                return f"ray: an agent's actor failed: {str(error).strip()[:_MAX_SAID]}"
+            return f"ray: {host}: the agent has exited with status {status}" + (f": {said}" if said else "")
+        return ""
+
+    def end(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None and self._is_placed:
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=timeouts.AGENT_EXIT_TIMEOUT_S)
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ray.shutdown()
+
+
+def most_gpus(counts: Sequence[int], agents: int, *, pack: bool) -> int:
+    """Return the most GPUs that each agent can have.
+
+    Args:
+        counts: The GPUs of each node of the cluster.
+        agents: The number of agents.
+        pack: Whether agents may share a node.
+    """
+    for each in range(max(counts, default=0), 0, -1):
+        if sum(count // each if pack else count >= each for count in counts) >= agents:
+            return each
+    return 0
+
+
+def _bundle(request: RayRequest) -> dict[str, float]:
+    asked = {"CPU": request.num_cpus, "GPU": request.num_gpus or 0, **request.resources}
+    return {name: most for name, most in asked.items() if most}
+
+
+def _amount(number: float, name: str) -> str:
+    return f"{number:g} {name}{'s' * (number != 1 and name in ('CPU', 'GPU'))}"
+
+
+def main() -> NoReturn:
+    """Run the driver until its end; the process's main function."""
+    parent, line = os.getppid(), b""
+    while not line.endswith(b"\n"):
+        read = os.read(0, 1)  # not what follows: that is for `select`
+        if not read:
+            os._exit(0)
+        line += read
+    out = os.dup(1)
+    os.dup2(2, 1)  # what Ray prints goes to stderr
+    driver = Driver(RayRequest(**json.loads(line)), parent, _out=out)
+    try:
+        driver.connect()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # Ray raises many kinds; the kernel says what to do
+        driver._tell(RayState(problem=f"{type(error).__name__}: {str(error).strip()[:_MAX_SAID]}"))
+        os._exit(1)
+    try:
+        driver.serve()
+    finally:
+        driver.end()
+    os._exit(0)  # Ray's threads must not delay it
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from nblaunch import notebook_launcher
 from nblaunch.engines import current
-from nblaunch.engines.ray import RayStarter
-from nblaunch.engines.ray_driver import most_gpus
+from nblaunch.engines.ray import RayStarter, most_gpus
 from nblaunch.errors import ArgumentError, NodeLostError, StartError
 from nblaunch.wire.link_messages import Boot
 from tests.conftest import eventually
