@@ -349,6 +349,7 @@ class Servers:
         with self._lock:
             self._given_up = []
             self._server(Where.here())
+            self.build_soon()
 
     def refresh(self) -> None:
         """Start a server in the background if the notebook's is out of date or has ended."""
@@ -391,7 +392,9 @@ class Servers:
                 if problem:
                     raise StartError(problem)
                 try:
-                    return server.fork_reaper()
+                    reaper = server.fork_reaper()
+                    self.build_soon()  # once the server forks: looking for what to import takes some milliseconds
+                    return reaper
                 except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                     if last:
                         raise StartError(f"the fork server died twice: {error}") from error
@@ -538,7 +541,6 @@ class Servers:
         for old in others:
             if old not in kept:
                 self._retire(old)
-        self.build_soon()
         return server
 
     def _best(self, where: Where) -> ForkServer | None:
