@@ -92,7 +92,7 @@ LINK_CLOSE_S = 1.0
 AGENT_POLL_S = 0.05
 """Between two reads of the files of an agent's ranks."""
 AGENT_IDLE_POLL_S = 0.5
-"""The same while nothing is written."""
+"""The same without groups."""
 AGENT_OBSERVE_S = 0.5
 """Between two looks at what the ranks of a node have counted."""
 
@@ -364,10 +364,10 @@ class AgentGroup:
             self._interrupts.clear()
 
     # -------------------------------------------------------------- to the kernel
-    def step(self, now: float) -> bool:
-        """Send on what the ranks have done; return True if they have written something."""
+    def step(self, now: float) -> None:
+        """Send on what the ranks have done."""
         if not self.has_started or self.is_over:
-            return False
+            return
         for event in self.workers.wait(0.0):
             self._send_event(event)
         self._send_stacks(now)
@@ -382,7 +382,6 @@ class AgentGroup:
         if now >= self._observe_at:
             self._observe_at = now + AGENT_OBSERVE_S
             self._observe(now)
-        return bool(new)
 
     def _written(self, ranks: Sequence[int]) -> Iterator[Message]:
         self._is_reading.difference_update(ranks)
@@ -511,14 +510,14 @@ class Agent:
         """Serve the kernel until the connection ends."""
         threading.Thread(target=self._watch_connection, name="nblaunch-watch", daemon=True).start()
         self._join()
-        has_written = True
         while not self._is_leaving:
-            self._poll(AGENT_POLL_S if has_written or self._groups else AGENT_IDLE_POLL_S)
+            self._poll(AGENT_POLL_S if self._groups else AGENT_IDLE_POLL_S)
             self._receive()
             while not self._requests.empty():
                 self._requests.get()()
             now = time.monotonic()
-            has_written = sum(self._step(group, now) for group in list(self._groups.values())) > 0
+            for group in list(self._groups.values()):
+                self._step(group, now)
             if self._reason_to_leave:
                 self._outbox.put(Leaving(self._reason_to_leave))
                 self._reason_to_leave, self._term_at = "", now
@@ -535,15 +534,14 @@ class Agent:
         self._requests.put(act)
         self._wake.set()
 
-    def _step(self, group: AgentGroup, now: float) -> bool:
+    def _step(self, group: AgentGroup, now: float) -> None:
         """Let a group go on; end it alone if it fails."""
         try:
-            return group.step(now)
+            group.step(now)
         except Exception:  # noqa: BLE001  # the other groups go on
             _log.exception("nblaunch: group %s has failed", group.group)
             self._outbox.put(FromGroup(group.group, Lost()))
             self._close(group.group)
-            return False
 
     def _poll(self, seconds: float) -> None:
         poller = zmq.Poller()

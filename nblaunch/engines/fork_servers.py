@@ -465,7 +465,8 @@ class Servers:
             return server.hello.problem
         reason = f"{problem} (%reload_ext nblaunch tries again)"
         with self._lock:
-            self._given_up.append((where.read_at_import, reason))
+            if self.has_place(server):  # else others have retired each: a later launch may fare better
+                self._given_up.append((where.read_at_import, reason))
         return reason
 
     def status(self) -> list[str]:

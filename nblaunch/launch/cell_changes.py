@@ -31,7 +31,7 @@ def explain(failed: Failed, cells: Iterable[CellSource], namespace: Mapping[str,
     words = {word for word in words if not isinstance(namespace.get(word), ModuleType)}
     cells = [*cells]
     sent = cell_effects.attributes_set_in([cell.python for cell in cells], namespace)
-    words -= {name for _, _, name in sent}
+    words -= {name for (_, _, name), value in sent.items() if value is not cell_effects.AS_IMPORTED}
     for cell in reversed(cells):
         set_to = (path.split(".") for path in cell_effects.effects_of(cell.python).attributes)
         for word, owner in (*((path[-1], path[0]) for path in set_to), *_changes_of(cell.python)):

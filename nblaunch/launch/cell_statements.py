@@ -134,7 +134,10 @@ def statements_of(cells: Sequence[CellSource]) -> list[Statement]:
 
 def awaits(node: ast.stmt) -> bool:
     """Return True if a statement has an ``await`` outside functions."""
-    code = compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    try:
+        code = compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError:  # such as `return`: the cell has failed
+        return False
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 

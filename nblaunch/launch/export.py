@@ -368,10 +368,10 @@ def script_text(statements: str, text: str, options: Options, name: str = "") ->
     main = f'if __name__ == "__main__":\n{block}\n'
     if name:
         main = f'def {name}():\n{block}\n\n\nif __name__ == "__main__":\n    {name}()\n'
-    if re.search(r"(?<![\w.])display\(", f"{statements}\n{text}"):
-        main = f"display = print\n\n\n{main}"
     future = [match[0].rstrip("\n") for match in _FUTURE.finditer(statements)]
     statements = _FUTURE.sub("", statements)
+    if re.search(r"(?<![\w.])display\(", f"{statements}\n{text}"):
+        statements = f"display = print\n\n\n{statements}".rstrip("\n")  # first: the user's own may follow
     used = [each for each in ("os", "pathlib", "torch") if re.search(rf"\b{each}\.", f"{statements}\n{block}")]
     imports = [line for each in used if (line := f"import {each}") not in statements.splitlines()]
     return "\n\n\n".join(filter(None, ["\n".join([*future, *imports]), statements, main]))

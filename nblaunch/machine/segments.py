@@ -147,7 +147,7 @@ class Region(NamedTuple):
 
 def memory_at(address: int, size: int) -> memoryview:
     """Return a writable view of the bytes at `address`; the memory's owner must outlive the view."""
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B", (size,))
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B", (size,)) if size else memoryview(b"")
 
 
 class Segment:

@@ -15,8 +15,8 @@ from nblaunch.launch.views import LogLines, Stream
 from nblaunch.notebook.page_messages import LineEntry, LogPart
 from nblaunch.notebook.record import RankTail
 
-MAX_LINES = 10_000
-"""Lines of each log that are kept: as many as the page keeps of each rank."""
+MAX_LINES = 4000
+"""Lines of each log that are kept."""
 _MAX_WAITING_BYTES = 1600 << 10
 """Of all logs together: 8 seconds at the panel's rate. Beyond it, only the last lines of each are sent."""
 _FLOOD_LINES = 2000

@@ -221,6 +221,8 @@ def _rendezvous(
         return None
     is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     if is_loopback or (host, port) == (home.world.master_addr, home.world.master_port):
+        if is_loopback and world_size < home.world_size:  # a group of each node's own
+            host = f"{host} of node {os.environ.get('GROUP_RANK', '0')}"
         return (host, port), world_size, rank
     return None
 

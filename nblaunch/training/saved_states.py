@@ -310,7 +310,11 @@ class SavedStates:
         loads: list[Callable[[], Any]] = []
         exchange_results(lambda: loads.extend(self._read(folder, manifest, strict, weights_only)))
 
-        exchange_results(lambda: [load() for load in loads])
+        def load_all() -> None:  # what a user's `load_state_dict` returns stays here
+            for load in loads:
+                load()
+
+        exchange_results(load_all)
 
     def _checked_manifest(self, folder: Path) -> Manifest:
         """Return the folder's manifest, if it is of the objects that were prepared and registered here."""

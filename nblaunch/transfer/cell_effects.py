@@ -31,8 +31,11 @@ Attribute = tuple[str, str, str]
 """A module, the qualified name of a class in it or an empty string, and an attribute of that."""
 
 _STREAMS = {("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
-_ABSENT = object()
+AS_IMPORTED: Any = ...
+"""Stands for an attribute that is again what the module's import made of it."""
 _last: dict[Attribute, bytes] = {}
+_imported: dict[Attribute, Any] = {}
+"""What the import had made of attributes that were set in this rank; `AS_IMPORTED`: nothing."""
 
 
 def imported_in(cells: Iterable[str]) -> dict[str, bool]:
@@ -51,9 +54,13 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
         path, _, name = target.rpartition(".")
         owner = _found(path, namespace)
         place = _place_of(owner)
-        value = _ABSENT if place is None else _own(owner, name)
-        is_sent = value is not _ABSENT and pickling.explain(value, name) is None
-        if place is not None and is_sent and (*place, name) not in _STREAMS:
+        if place is None or (*place, name) in _STREAMS:
+            continue
+        value = _own(owner, name)
+        own_name = ".".join(filter(None, (place[1], name)))
+        if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) == (place[0], own_name):
+            value = value if definitions.is_of_main(value) else AS_IMPORTED  # by name a rank would find what it has set
+        if pickling.explain(value, name) is None:
             found[(*place, name)] = value
     return found
 
@@ -84,22 +91,28 @@ def set_here(attributes: Mapping[Attribute, Any], *, is_kept: bool) -> None:
     for place, value in attributes.items():
         module, owner, name = place
         digest = b""
-        if is_kept:
+        if is_kept and value is not AS_IMPORTED:
             digest = hashlib.sha256(pickling.dump(value)).digest()
-            if _last.get(place) == digest:
-                continue
+        if (value is AS_IMPORTED or is_kept) and _last.get(place, b"") == digest:
+            continue
         with _reporting(f"set {'.'.join(filter(None, place))}"):
             importlib.import_module(module)
-            setattr(definitions.look_up(module, owner), name, value)
+            holder = definitions.look_up(module, owner)
+            _imported.setdefault(place, _own(holder, name))
+            value = _imported[place] if value is AS_IMPORTED else value
+            if value is AS_IMPORTED:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
             _last[place] = digest
 
 
 def _own(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
-        return vars(owner).get(name, _ABSENT)  # a staticmethod as such
+        return vars(owner).get(name, AS_IMPORTED)  # a staticmethod as such
     with contextlib.suppress(Exception):  # of a module's __getattr__: transformers' raises what an import would
         return getattr(owner, name)  # some modules keep options elsewhere, such as torch._dynamo.config
-    return _ABSENT
+    return AS_IMPORTED
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import os
 import sys
@@ -19,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, NoReturn
 
 from nblaunch.transfer import definitions
 from nblaunch.transfer.tensors import BufferSink
@@ -228,7 +229,21 @@ def _in_ops(name: str) -> Any:
     return functools.reduce(getattr, name.split("::"), torch.ops)
 
 
-def _refuse_operators(obj: Any, sink: BufferSink | None) -> Reduced:
+def _reduce_operator(operator: Any, sink: BufferSink | None) -> Reduced:
+    function = operator._init_fn
+    if definitions.is_of_main(function) or function.__module__ == "__main__":
+        _refuse_operators(operator, sink)
+    return _operator, (function.__module__, operator._qualname)
+
+
+def _operator(module: str, name: str) -> Any:
+    from torch._library.custom_ops import OPDEFS
+
+    importlib.import_module(module)
+    return OPDEFS[name]
+
+
+def _refuse_operators(obj: Any, sink: BufferSink | None) -> NoReturn:
     advice = "define it with torch.library.custom_op inside the function, or in a module that it imports"
     raise RefusedError(obj, "an operator of torch that exists in the notebook alone", advice)
 
@@ -404,7 +419,7 @@ _ROWS: dict[str, Row] = {
     "torch.jit.torch.jit.ScriptFunction": _reduce_script,
     "torch.export.exported_program.ExportedProgram": _reduce_exported,
     "torch.nn.modules.module.Module": _reduce_module,
-    "torch._library.custom_ops.CustomOpDef": _refuse_operators,
+    "torch._library.custom_ops.CustomOpDef": _reduce_operator,
     "torch._ops.OpOverload": lambda overload, sink: (getattr, (overload._overloadpacket, overload._overloadname)),
     "torch._ops.OpOverloadPacket": lambda packet, sink: (_in_ops, (packet._qualified_op_name,)),
     "torch._ops._OpNamespace": lambda namespace, sink: (_in_ops, (namespace.name,)),

@@ -125,7 +125,7 @@ def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...]
             return shared
     if buffers is not None and size:
         buffers.keep_storage(storage)
-    return storage_of, (pickle.PickleBuffer(memory_at(storage.data_ptr(), size) if size else b""),)
+    return storage_of, (pickle.PickleBuffer(memory_at(storage.data_ptr(), size)),)
 
 
 def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
@@ -276,15 +276,18 @@ def array_of(memory: Any, dtype: Any, shape: Any, order: Any, writeable: bool) -
 
 def _reduce_map(array: Any) -> tuple[Any, ...] | None:
     """Reduce a map of a file by the file's name; None for a copy of one, or a view that cannot be mapped by itself."""
-    is_contiguous = array.flags.c_contiguous or array.flags.f_contiguous
-    if array.filename is None or array.mode == "c" or not (is_contiguous and array.nbytes):
-        return None
-    if not os.path.isfile(array.filename):
+    if array.filename is None or array.mode == "c" or not (array.nbytes and os.path.isfile(array.filename)):
         return None
     file = sys.modules["numpy"].frombuffer(array._mmap, "u1")  # from a multiple of this granularity on
     begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     offset = begin + array.__array_interface__["data"][0] - file.__array_interface__["data"][0]
-    mode = "r" if array.mode == "r" else "r+"  # w+ would empty the file
+    steps = (max(0, (size - 1) * stride) for size, stride in zip(array.shape, array.strides, strict=True))
+    end = offset + sum(steps) + array.itemsize
+    if (size := os.path.getsize(array.filename)) < end:  # reading it would end the process by SIGBUS
+        raise ValueError(f"{array.filename} was truncated to {size} bytes, and its first {end} are used: map it again")
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        return None
+    mode = "r+" if array.flags.writeable else "r"  # w+ would empty the file
     order = "C" if array.flags.c_contiguous else "F"
     filename = str(array.filename)
     return mapped, (type(array), filename, _identity(filename), array.dtype, mode, offset, array.shape, order)

@@ -6,11 +6,9 @@ from tests.kernel.harness import Kernel
 
 
 def test_a_rank_imports_nothing_of_the_notebook(kernel: Kernel) -> None:
-    """Its warning filters, for one, name categories of IPython's. The fork server imports IPython's core once."""
+    """The fork server imports IPython's core once, for the shell of ranks."""
     kernel.run("def loaded():\n    import sys\n    return sorted(sys.modules)\n").check()
     modules = kernel.ask("notebook_launcher(loaded, num_processes=1, view='none')[0]")
-    kernel.run("spawned = notebook_launcher(loaded, num_processes=1, view='none', start_method='spawn')[0]").check()
-    assert kernel.ask("[name for name in spawned if name.partition('.')[0] in ('IPython', 'traitlets')]") == []
     roots = {module.partition(".")[0] for module in modules}
     assert "torch" in roots
     assert not roots & {"ipykernel", "zmq", "ipywidgets", "jupyter_client", "matplotlib", "sqlite3"}

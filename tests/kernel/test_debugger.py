@@ -218,6 +218,16 @@ def test_all_asks_every_rank_also_those_that_run(kernel: Kernel) -> None:
     assert plain(cell).count("NameError: name 'nonsense' is not defined") == 2
 
 
+def test_all_ranks_continue_together(kernel: Kernel) -> None:
+    request = kernel.start_cell("%%distributed -n 2\nbreakpoint()\nprint('on', rank)")
+    kernel.wait_for_prompt()
+    kernel.finish_cell(request, until="switches to it")  # both have stopped
+    kernel.client.input("all c")
+    said = plain(kernel.finish_cell(request).check())
+    assert "on 0" in said
+    assert "on 1" in said
+
+
 def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
     cell = kernel.debug(STOPS + RUN, "rank 0", "p rank, x", "n", "q", "p rank", "c").check()
     said = plain(cell)
@@ -282,6 +292,14 @@ def test_the_rank_goes_on_after_the_users_own_breakpoints(kernel: Kernel) -> Non
 
 
 # ------------------------------------------------------------------ time, stops and deaths
+def test_a_timeout_waits_while_the_debugger_is_open(kernel: Kernel) -> None:
+    request = kernel.start_cell(f"{STOPS}print(list(notebook_launcher(train, num_processes=2, timeout=2)))")
+    kernel.wait_for_prompt()
+    time.sleep(2.5)  # longer than the timeout
+    kernel.client.input("c")
+    assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.finish_cell(request).check().text
+
+
 def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
     request = kernel.start_cell(STOPS + RUN)
     kernel.wait_for_prompt()

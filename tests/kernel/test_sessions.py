@@ -121,6 +121,11 @@ gradient = in_place.bias.grad.item()
 """
 
 
+def test_empty_arrays_and_tensors_are_sent(kernel: Kernel) -> None:
+    kernel.run("import numpy, torch\nnone, nothing = numpy.zeros(0), torch.zeros(0)").check()
+    assert on_ranks(kernel, "none.size + nothing.numel()") == [0, 0]
+
+
 def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     kernel.run(REBUILT).check()
     was = ([4.0, 4.0], [1, 1, 1], "int", True, 1.0)

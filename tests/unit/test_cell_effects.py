@@ -39,6 +39,7 @@ def _own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 def forget() -> None:
     cell_effects._last.clear()
+    cell_effects._imported.clear()
     for name in [name for name in sys.modules if name.startswith("own")]:
         del sys.modules[name]
 
@@ -94,7 +95,7 @@ def placed(*cells: str) -> tuple[dict[Any, Any], Any]:
 def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[str]) -> None:
     found, own = placed(
         "class Mine: pass\nL = own.Learner\nown.rate = 1\nown.Learner.size = 3\nL.added = staticmethod(len)",
-        "if True:\n    own.rate, own.shape = 2, [3, 4]\nown.later, own.gone = 4, 1\ndel own.gone",
+        "if True:\n    own.rate, own.shape = 2, [3, 4]\nown.later = 4",
         "Mine.y = 2\nMine().x = 1\nown.stream = sys.stdout = sys.stdout\ndef f():\n    own.never = 5",
     )
     assert {place: value for place, value in found.items() if place[2] != "added"} == {
@@ -109,6 +110,18 @@ def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[st
     own.rate = own.later = 7  # in a session
     set_here({**found, ("ownpkg", "", "later"): 5}, is_kept=True)
     assert (own.rate, own.later) == (7, 5)
+
+
+@pytest.mark.usefixtures("_own_modules")
+def test_a_rank_forgets_what_cells_take_back() -> None:
+    found, own = placed("own.rate = 1\nown.Learner.kind = 1", "del own.rate, own.Learner.kind")
+    assert set(found.values()) == {cell_effects.AS_IMPORTED}
+    set_here(found, is_kept=True)
+    set_here({("ownpkg", "", "rate"): 1, ("ownpkg", "", "Learner"): int}, is_kept=True)
+    assert (own.rate, own.Learner) == (1, int)
+    set_here({**found, ("ownpkg", "", "Learner"): cell_effects.AS_IMPORTED}, is_kept=True)
+    assert "rate" not in vars(own)
+    assert own.Learner.__name__ == "Learner"
 
 
 @pytest.mark.usefixtures("_own_modules")

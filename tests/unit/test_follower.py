@@ -42,6 +42,13 @@ def look(printed: PrintedLog, most: int = MANY, backlog: int = MANY) -> LogLines
     return printed.read(most, backlog)
 
 
+class Unreadable(LogFile):
+    """A log that this process cannot open now: it has no descriptor left."""
+
+    def read(self, start: int, end: int) -> bytes:
+        return b""
+
+
 # ------------------------------------------------------------------ printed lines
 def test_a_log_is_read_once_it_is_there(log: Path, printed: PrintedLog) -> None:
     assert printed.grow() == 0
@@ -77,6 +84,16 @@ def test_of_a_flood_the_first_and_the_last_lines_are_read(log: Path, printed: Pr
 def test_what_a_poll_does_not_read_stays_for_the_next(log: Path, printed: PrintedLog) -> None:
     append(log, b"one\ntwo\n")
     assert (look(printed, 5).lines, look(printed, 5).lines) == (["one"], ["two"])
+
+
+def test_what_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+    append(tmp_path / "log", b'{"n": 1}\n')
+    log, spool = PrintedLog(0, "out", Unreadable(tmp_path / "log")), Spool(Unreadable(tmp_path / "log"))
+    assert look(log).lines == []
+    assert all_of(spool) == []
+    log.log = spool.log = LogFile(tmp_path / "log")
+    assert look(log).lines == ['{"n": 1}']
+    assert all_of(spool) == [{"n": 1}]
 
 
 def test_nested_bars_take_lines_back(log: Path, printed: PrintedLog) -> None:

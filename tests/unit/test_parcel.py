@@ -304,6 +304,25 @@ def test_a_map_is_copied_without_its_file_and_to_other_machines(tmp_path: Path) 
     assert int(elsewhere.sum()) == int(gone.sum()) == LARGE
 
 
+def test_a_map_of_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    """Reading the pages that the file has lost would end the notebook with SIGBUS."""
+    np.zeros(LARGE, np.int64).tofile(tmp_path / "data")
+    array = np.memmap(tmp_path / "data", np.int64, "r")
+    os.truncate(tmp_path / "data", 4 * LARGE)
+    for gone in (array, array[::2]):
+        with pytest.raises(ValueError, match=f"data was truncated to {4 * LARGE} bytes, and its first "):
+            packed(gone)
+    assert len(sent(array[: LARGE // 2])) == len(sent(array[: LARGE // 2][::2])) * 2 == LARGE // 2
+
+
+def test_a_view_that_may_not_be_written_to_is_one_there_too(tmp_path: Path) -> None:
+    np.arange(LARGE).tofile(tmp_path / "data")
+    view = np.memmap(tmp_path / "data", np.int64, "r+")[8:]
+    view.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        sent(view)[0] = 5
+
+
 def test_a_file_that_was_replaced_meanwhile_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     np.zeros(LARGE, np.int64).tofile(path)

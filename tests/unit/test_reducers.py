@@ -202,6 +202,16 @@ def test_operators_arrive_by_name_and_those_of_cells_are_refused_with_advice(not
         assert "alone: define it with torch.library.custom_op inside the function, or" in reason({"a": made})
 
 
+def test_an_operator_of_a_module_arrives_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reducers_test_ops.py").write_text(
+        "import torch\n@torch.library.custom_op('reducers_test::own', mutates_args=())\n"
+        "def own(x: torch.Tensor) -> torch.Tensor: return x.clone()"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    operator = __import__("reducers_test_ops").own
+    assert sent(operator) is operator
+
+
 # ------------------------------------------------------------------ multiprocessing
 def test_processes_are_refused_with_advice() -> None:
     process = multiprocessing.get_context("spawn").Process(target=print)

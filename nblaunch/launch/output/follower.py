@@ -62,9 +62,8 @@ class PrintedLog:
             lines = [*self._assembler.feed(head), *self._assembler.finish()]
             lines.append(f"… {begin - self.at - len(head):,} bytes not shown …")
             self.at = begin
-        end = min(self._size, self.at + most)
-        data = self.log.read(self.at, end)
-        self.at = end
+        data = self.log.read(self.at, min(self._size, self.at + most))
+        self.at += len(data)  # none if no file can be opened now
         return self._lines(lines + self._assembler.feed(data))
 
     def finish(self) -> LogLines:
@@ -91,10 +90,10 @@ class Spool:
     def read(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the complete records since the last call, block by block to bound memory."""
         size = self.log.size()
-        begin, self._at = min(self._at, size), size
-        for at in range(begin, size, _RECORDS_BLOCK_BYTES):
-            data = self._rest + self.log.read(at, min(at + _RECORDS_BLOCK_BYTES, size))
-            *lines, self._rest = data.split(b"\n")
+        self._at = min(self._at, size)
+        while data := self.log.read(self._at, min(self._at + _RECORDS_BLOCK_BYTES, size)):
+            self._at += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > _MAX_RECORD_BYTES:
                 lines.append(self._rest)
                 self._rest = b""

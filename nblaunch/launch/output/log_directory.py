@@ -227,8 +227,6 @@ def _own_group() -> int | None:
     return user.pw_gid if is_alone else None
 
 
-_log = logging.getLogger(__name__)
-
 _NAME = re.compile(r"\d{8}T\d{12}Z-.+")
 
 
