@@ -1,4 +1,4 @@
-"""Every timeout and pause of the package, by room; a name ends in its unit."""
+"""Timeouts and pauses that several modules use; others stand where they are used. A name ends in its unit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The panel: the live widget of a launch under its cell, replaced by its record when the launch ends.
 
-The supervisor's events only update the state. A thread of the panel sends the changes to the page: at most ten
-messages and 256 KB a second, also after the launch has ended, until the page has the last lines of the logs.
+The supervisor's events only update the state. A thread of the panel sends the changes to the page: at most eight
+messages and 200 KB a second, also after the launch has ended, until the page has the last lines of the logs.
 
 `nblaunch.notebook.page_messages` defines the messages. Those from the page arrive in any thread of the kernel, at once
 or after the cell; the panel never waits for one.
