@@ -33,12 +33,6 @@ def add_up(rank: int, numbers: list[float]) -> float:
     return float(total.sum())
 
 
-def rendezvous() -> tuple[str, str, str, float]:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return os.environ["MASTER_ADDR"], os.environ["RANK"], os.environ["WORLD_SIZE"], float(total)
-
-
 def wait_for(folder: Path, rank: int, world_size: int, address: str = "", port: int = 0) -> float:
     """Hold a group, ours or one made by hand, until the file "leave" is there."""
     if address:
