@@ -11,6 +11,7 @@ import queue
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from tests.kernel.harness import Kernel, running_kernel
 
@@ -18,6 +19,8 @@ _QUIET = 2.0
 _LIMIT = 60.0
 """Seconds after which a way is stopped: what it has printed until then counts."""
 
+_LINE = "lr 0.001"
+"""The end of each line."""
 _PRINTS = """
 import os, time
 
@@ -99,8 +102,7 @@ def _watch(kernel: Kernel, name: str, code: str) -> Streamed:
             seconds = last - begin if content["execution_state"] == "idle" else seconds
             continue
         arrivals.append((last - begin, len(json.dumps(content)) + sum(map(len, message["buffers"]))))
-        text = content.get("text", "") if message["msg_type"] == "stream" else ""
-        lines += text.count("\n") + sum(bytes(data).count(b"\n") for data in message["buffers"])
+        lines += _lines_in(content.get("text", "") if message["msg_type"] == "stream" else content)
     return Streamed(
         name,
         seconds,
@@ -110,6 +112,15 @@ def _watch(kernel: Kernel, name: str, code: str) -> Streamed:
         sum(size for _, size in arrivals),
         _busiest(arrivals),
     )
+
+
+def _lines_in(content: Any) -> int:
+    """Count the printed lines of a message: in text, or in a panel's entries of one line each."""
+    if isinstance(content, dict):
+        content = [*content.values()]
+    if isinstance(content, list):
+        return sum(map(_lines_in, content))
+    return content.count(f"{_LINE}\n") or content.endswith(_LINE) if isinstance(content, str) else 0
 
 
 def _busiest(arrivals: list[tuple[float, int]]) -> tuple[int, int]:
