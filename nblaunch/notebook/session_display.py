@@ -117,14 +117,19 @@ def _table(state: SessionState, usages: Mapping[int, Usage], gone: Collection[in
     for each in state.ranks[:_MAX_RANKS]:
         usage = usages.get(each.rank)
         doing = "dead" if _is_dead(each, gone) else "busy" if state.running else "idle"
-        memory = "" if usage is None else in_words(usage.memory)
-        gpu = [] if not has_gpu else ["" if usage is None or not usage.gpu_memory else in_words(usage.gpu_memory)]
+        memory = "" if usage is None else _about(usage.memory)
+        gpu = [] if not has_gpu else ["" if usage is None or not usage.gpu_memory else _about(usage.gpu_memory)]
         pid = f", pid {each.pid}" if doing != "dead" else ""
         rows.append(_row([f"rank {each.rank}", doing + pid, f"{each.names}", memory, *gpu]))
     more = len(state.ranks) - _MAX_RANKS
     if more > 0:
         rows.append(_row([f"and {more} more"]))
     return f'<table style="margin:4px 0;border:none;font-size:13px">{"".join(rows)}</table>'
+
+
+def _about(size: int) -> str:
+    """Format bytes by two digits: each change of the display makes JupyterLab call the notebook unsaved."""
+    return in_words(float(f"{size:.1e}"))
 
 
 def _is_dead(rank: RankHolding, gone: Collection[int]) -> bool:
