@@ -71,7 +71,7 @@ class _Log:
 
     def rewind(self, end: int) -> None:
         self.sent = min(self.sent, end)
-        self.is_open_sent = not self.open
+        self.is_open_sent = self.is_open_sent and not self.open
 
     def _from(self, number: int) -> list[LineEntry]:
         """Return the kept lines from this number on."""

@@ -103,6 +103,13 @@ def test_nested_bars_take_lines_back(log: Path, printed: PrintedLog) -> None:
     assert look(printed) == LogLines(0, "out", str(log), [], ["outer 1", "inner 0"], 2)
 
 
+def test_lines_that_a_skipped_flood_takes_back_go(log: Path, printed: PrintedLog) -> None:
+    append(log, b"outer 0\ninner 0\n")
+    look(printed)
+    append(log, b"\x1b[2A\router 1\n" + b"line\n" * 1000)
+    assert look(printed, backlog=800).retracted == 2
+
+
 def test_a_log_that_the_user_cuts_goes_on_from_its_beginning(log: Path, printed: PrintedLog) -> None:
     append(log, b"a long first part\n")
     look(printed)

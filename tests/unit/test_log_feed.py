@@ -134,6 +134,9 @@ def test_after_a_rewind_a_page_gets_what_it_lacks_of_a_log(logs: Logs) -> None:
     assert logs.take() == [(0, "out", 1, ["two"], []), (1, "out", 0, ["other"], ["bar"])]
     logs.feed.rewind({(0, 0, "out"): 99, (0, 1, "out"): 1})
     assert logs.take() == [(1, "out", 1, [], ["bar"])]
+    logs.write(rank=1)  # the bar is gone, which no message has said
+    logs.feed.rewind({(0, 0, "out"): 99, (0, 1, "out"): 1})
+    assert logs.take() == [(1, "out", 1, [], [])]
 
 
 def test_the_tail_merges_both_streams_of_the_last_attempt_by_time(logs: Logs) -> None:

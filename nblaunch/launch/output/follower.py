@@ -54,17 +54,20 @@ class PrintedLog:
     def read(self, most: int, max_backlog: int) -> LogLines:
         """Read at most `most` bytes. Of more than `max_backlog`, skip those between a first part and the last ones."""
         lines: list[str] = []
+        retracted = 0
         if self._size - self.at > max_backlog:
             head = self.log.read(self.at, self.at + max_backlog // 8)
             head = head[: head.rfind(b"\n") + 1] or head
             begin = self._size - max_backlog * 3 // 4
             begin += max(0, self.log.read(begin - 1, begin + _LINE_START_BYTES).find(b"\n"))
-            lines = [*self._assembler.feed(head), *self._assembler.finish()]
+            lines = self._assembler.feed(head)
+            retracted = self._assembler.retracted
+            lines += self._assembler.finish()
             lines.append(f"… {begin - self.at - len(head):,} bytes not shown …")
             self.at = begin
         data = self.log.read(self.at, min(self._size, self.at + most))
         self.at += len(data)  # none if no file can be opened now
-        return self._lines(lines + self._assembler.feed(data))
+        return self._lines(lines + self._assembler.feed(data), retracted)
 
     def finish(self) -> LogLines:
         """End the unfinished lines: nothing follows them."""
@@ -73,10 +76,9 @@ class PrintedLog:
     def skip(self) -> None:
         self.at = self._size
 
-    def _lines(self, lines: Sequence[str]) -> LogLines:
-        return LogLines(
-            self.rank, self.stream, self.log.name, lines, self._assembler.partials, self._assembler.retracted
-        )
+    def _lines(self, lines: Sequence[str], retracted: int = 0) -> LogLines:
+        retracted += self._assembler.retracted
+        return LogLines(self.rank, self.stream, self.log.name, lines, self._assembler.partials, retracted)
 
 
 class Spool:
