@@ -71,6 +71,7 @@ def test_shows_what_a_terminal_would(pieces: list[bytes], lines: list[str]) -> N
         (b"\x1b[1m\x1b[31mx\x1b[22my\x1b[39mz", ["\x1b[1;31mx\x1b[0m\x1b[31my\x1b[0mz"]),
         (b"\x1b[31ma\x1b[32mb\x1b[0m", ["\x1b[31ma\x1b[0m\x1b[32mb\x1b[0m"]),
         (b"\x1b[38;5;9;48;2;1;2;3mx\x1b[0m", ["\x1b[38;5;9;48;2;1;2;3mx\x1b[0m"]),
+        (b"\x1b[31;4:3mx\x1b[4:0my\x1b[0m", ["\x1b[31;4:3mx\x1b[0m\x1b[31my\x1b[0m"]),
         (b"\x1b[31mone\ntwo\x1b[0m\nthree", ["\x1b[31mone\x1b[0m", "\x1b[31mtwo\x1b[0m", "three"]),
         (b"\x1b[31mred\x1b[0m\rX", ["X\x1b[31med\x1b[0m"]),
         (b"\x1b[31m\x1b[0m", []),

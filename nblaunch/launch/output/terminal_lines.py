@@ -379,6 +379,7 @@ def _colour_after(colour: str, parameters: str) -> str:
     """Return the parameters in effect after `colour`, then `parameters`."""
     active: dict[int, list[int]] = {}
     for code in colour_codes(f"{colour};{parameters}" if colour else parameters):
+        code = [24] if code == [4, 0] else code
         if code[0] == 0:
             active.clear()
         for slot in _SWITCHED_OFF_BY.get(code[0], ()):
@@ -387,7 +388,7 @@ def _colour_after(colour: str, parameters: str) -> str:
         if sets is not None:
             active.pop(sets, None)
             active[sets] = code
-    return ";".join(str(number) for code in active.values() for number in code)
+    return ";".join((";" if len(code) in (3, 5) else ":").join(map(str, code)) for code in active.values())
 
 
 def _slot(number: int) -> int | None:
