@@ -93,7 +93,7 @@ _ADVICE = "give evaluate a step, such as step=lambda model, batch: (model(batch[
 
 def split(batch: Any, advice: str = _ADVICE) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
-        name = next((name for name in TARGETS if name in batch), None)
+        name = target_of(batch)
         if name is not None:
             return inputs_of(batch), batch[name]
         found = f"a dict with {sorted(map(str, batch))}"
@@ -243,9 +243,14 @@ def broadcast_buffers(module: nn.Module) -> None:
         broadcast_tensors(module.buffers())
 
 
+def target_of(batch: Mapping[Any, Any]) -> str | None:
+    """Return the key of the target: another of these names is an input of the model."""
+    return next((name for name in TARGETS if name in batch), None)
+
+
 def inputs_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
-        inputs = {key: value for key, value in batch.items() if key not in TARGETS}
+        inputs = {key: value for key, value in batch.items() if key != target_of(batch)}
         return next(iter(inputs.values())) if len(inputs) == 1 else inputs
     if isinstance(batch, (tuple, list)):
         if len(batch) in (1, 2):

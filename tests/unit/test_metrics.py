@@ -196,6 +196,7 @@ def test_accuracy_refuses_settings_that_cannot_be(settings: dict[str, Any], mess
         ({"x": 1, "labels": 2}, 1, 2),
         ({"target": 2, "x": 1}, 1, 2),
         ({"x": 1, "mask": 3, "label": 2}, {"x": 1, "mask": 3}, 2),
+        ({"x": 1, "label": 3, "labels": 2}, {"x": 1, "label": 3}, 2),
     ],
 )
 def test_a_batch_is_split(batch: Any, inputs: Any, target: Any) -> None:
