@@ -648,6 +648,28 @@ def test_our_samplers_are_kept(standing: Standing) -> None:
         assert len(set(seen)) == len(seen)
 
 
+def test_a_samplers_size_includes_repeated_samples(standing: Standing) -> None:
+    data: Any = list(range(52))
+
+    def counts(*ranks: int, **options: Any) -> tuple[int | None, int | None]:
+        """Of all ranks: samples given out, and different ones."""
+        given, total = 0, None
+        for rank in ranks:
+            standing.at(rank, 3)
+            sampler: DistributedSampler[int] = DistributedSampler(data, 3, rank, drop_last=options.pop("drops", False))
+            loader = shard(DataLoader(data, sampler=sampler, **options))
+            given, total = given + (loader.own_sampler_size() or 0), loader.total
+            assert loader.epoch == 0
+        return given, total
+
+    assert counts(0, 1, 2, batch_size=4) == counts(0, 1, 2, batch_size=None) == (54, 52)
+    assert counts(0, batch_size=4, drops=True) == (17, 51)
+    assert counts(0, 1, 2, batch_size=4, drop_last=True) == (48, None)
+    assert shard(DataLoader(data, 4)).own_sampler_size() is None
+    batches = shard(DataLoader(data, batch_sampler=ClassBalancedBatchSampler([0, 1] * 26, 4)))
+    assert batches.own_sampler_size() == sum(map(len, Pass(batches).batches))
+
+
 def test_total_is_known_of_our_samplers(standing: Standing) -> None:
     standing.at(0, 3)
     assert shard(DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA))).total == 53

@@ -287,6 +287,22 @@ def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ checkpoints
+class Unsavable:
+    """Breaks off the write in its middle."""
+
+    def __reduce__(self) -> Any:
+        raise OSError("no space left on device")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "step-10.pt"
+    checkpoint.write({"weight": torch.ones(3)}, path)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.write({"weight": torch.zeros(3), "bad": Unsavable()}, path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["step-10.pt"]
+    assert checkpoint.read(path)["weight"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     for name in ("step-9.pt", "step-100.pt", "step-10.pt", "best.pt", "step-x.pt"):
         (tmp_path / name).touch()
