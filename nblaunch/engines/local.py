@@ -588,4 +588,3 @@ class LocalWorkers:
                 os.waitpid(self._reaper.child, 0)
         self._opened.close()  # late: ranks may still use the scratch directory
         self._store = None
-        servers.build_soon()  # for the next launch
