@@ -250,7 +250,8 @@ def target_of(batch: Mapping[Any, Any]) -> str | None:
 
 def inputs_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
-        inputs = {key: value for key, value in batch.items() if key != target_of(batch)}
+        target = target_of(batch)
+        inputs = {key: value for key, value in batch.items() if key != target}
         return next(iter(inputs.values())) if len(inputs) == 1 else inputs
     if isinstance(batch, (tuple, list)):
         if len(batch) in (1, 2):
