@@ -27,7 +27,7 @@ from tests.kernel.page import Page
 WAITS = """
 def waits(rank):
     import time
-    for number in range(50):
+    for number in range(50 * rank):  # of one rank alone: with another's after it, its last line would be out of sight
         print(f"line {number} of rank {rank}", flush=True)
     while True:
         time.sleep(0.05)
