@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import dis
 import functools
 import inspect
-import symtable
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
-"""Symbol tables of comprehensions, which run where they stand."""
+_READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +52,21 @@ class Statement:
     @functools.cached_property
     def binds(self) -> frozenset[str]:
         """The names that it assigns, defines or imports."""
-        symbols = self._table.get_symbols()
-        return frozenset(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
+        return frozenset(names_bound(self.code))
 
     @functools.cached_property
     def reads(self) -> frozenset[str]:
         """The names that it, and the functions in it, look up globally."""
-        return frozenset((*global_names(self._table, reads=True), *changed_names(self.node, self._table)))
+        return frozenset(names_read(self.code))
 
     @functools.cached_property
     def reads_at_once(self) -> frozenset[str]:
         """The names that it looks up when it runs, not when a function in it is called."""
-        return frozenset(_names_at_once(self._table))
+        return frozenset(names_read(self.code, at_once=True))
+
+    @functools.cached_property
+    def code(self) -> types.CodeType:
+        return code_of([self.node])
 
     @property
     def is_import(self) -> bool:
@@ -96,10 +100,6 @@ class Statement:
                 return f"{self.cell.label}, line {node.lineno}: `{lines[node.lineno - 1].strip()}`"
         return ""
 
-    @functools.cached_property
-    def _table(self) -> symtable.SymbolTable:
-        return symtable.symtable(ast.unparse(self.node), "", "exec")
-
 
 def _is_of_main(thing: Any) -> bool:
     return isinstance(thing, types.FunctionType) and thing.__module__ == "__main__"
@@ -127,47 +127,43 @@ def statements_of(cells: Sequence[CellSource]) -> list[Statement]:
                 while first - 1 > ends[i] and lines[first - 2].startswith("#"):
                     first -= 1
                 text = "\n".join(lines[first - 1 : last])
-            if not awaits(node):
-                found.append(Statement(cell, (number, first), text, node))
+            statement = Statement(cell, (number, first), text, node)
+            with contextlib.suppress(SyntaxError):  # such as `return`: the cell has failed
+                if not statement.code.co_flags & inspect.CO_COROUTINE:
+                    found.append(statement)
     return found
-
-
-def awaits(node: ast.stmt) -> bool:
-    """Return True if a statement has an ``await`` outside functions."""
-    try:
-        code = compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    except SyntaxError:  # such as `return`: the cell has failed
-        return False
-    return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(int(each.lineno) for each in getattr(node, "decorator_list", ()))])
 
 
-def global_names(table: symtable.SymbolTable, reads: bool) -> Iterator[str]:
-    """Yield names that are read (else: assigned or deleted) as globals. A class body may read globals too."""
-    maybe = table.get_type() in ("module", "class")
-    for symbol in table.get_symbols():
-        if (symbol.is_referenced() if reads else symbol.is_assigned()) and (maybe or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        yield from global_names(child, reads)
+def code_of(statements: Sequence[ast.stmt]) -> types.CodeType:
+    """Compile statements, which may await at the top level."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the cell's own compilation has shown them
+        tree = ast.Module([*statements], [])
+        code: types.CodeType = compile(tree, "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        return code
 
 
-def _names_at_once(table: symtable.SymbolTable) -> Iterator[str]:
-    maybe = table.get_type() in ("module", "class")
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (maybe or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        if child.get_type() == "class" or child.get_name() in _AT_ONCE:
-            yield from _names_at_once(child)
+def names_bound(code: types.CodeType) -> Iterator[str]:
+    return (each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_NAME", "STORE_GLOBAL"))
 
 
-def changed_names(tree: ast.AST, table: symtable.SymbolTable) -> set[str]:
-    """Return globals that ``x += 1`` and ``del x`` change: they need the name, but symtable counts them as no reads."""
-    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
-    deleted = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)]
-    names = {target.id for target in (*targets, *deleted) if isinstance(target, ast.Name)}
-    return names.intersection(global_names(table, reads=False))
+def names_read(code: types.CodeType, *, at_once: bool = False) -> Iterator[str]:
+    """Yield the globals that code needs, as ``x += 1`` and ``del x`` do; at once: not those of functions in it."""
+    stored = None
+    for each in dis.get_instructions(code):
+        if each.opname in _READS and each.argval != stored:  # `except E as x` deletes what it has stored
+            yield each.argval
+        stored = each.argval if each.opname.startswith("STORE_") else None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType) and not (at_once and _is_function(inner)):
+            yield from names_read(inner, at_once=at_once)
+
+
+def _is_function(code: types.CodeType) -> bool:
+    """Return True unless code runs where it stands, as that of a class or comprehension does."""
+    is_comprehension = code.co_name.startswith("<") and code.co_name != "<lambda>"
+    return bool(code.co_flags & inspect.CO_OPTIMIZED) and not is_comprehension

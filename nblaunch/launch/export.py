@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
+import inspect
 import math
 import os
 import pathlib
 import re
 import shlex
 import sys
-import tokenize
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from nblaunch.engines import current
 from nblaunch.engines.current import JobRequest
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import payload as payloads
-from nblaunch.launch.cell_statements import CellSource, Statement, awaits, statements_of
+from nblaunch.launch.cell_statements import CellSource, Statement, code_of, statements_of
 from nblaunch.launch.frontend import host
 from nblaunch.launch.options import Options, taken_by
 from nblaunch.launch.plan import Plan, make_plan
@@ -122,7 +121,7 @@ def export_cell(
 ) -> Exported:
     """Write a cell, which uses these names of the notebook and was `typed` so, as a script; see `export`."""
     names = ExportedNames(host().cells(), host().notebook_names() or {}, PROVIDED)
-    if any(map(awaits, ast.parse(cell.source).body)):
+    if code_of(ast.parse(cell.source).body).co_flags & inspect.CO_COROUTINE:
         raise ArgumentError(f"{cell.label}: await outside functions: write asyncio.run(...) for a script")
     for statement in statements_of([CellSource(cell.label, typed, cell.source)]):
         if shell := statement.shell_line():
@@ -380,14 +379,9 @@ def script_text(statements: str, text: str, options: Options, name: str = "") ->
 def indented(text: str) -> str:
     """Indent code by one level; strings over several lines stay as they are."""
     inside: set[int] = set()
-    starts: list[int] = []
-    for token in tokenize.generate_tokens(io.StringIO(text + "\n").readline):
-        kind = tokenize.tok_name[token.type]
-        if kind == "FSTRING_START":  # from Python 3.12 on
-            starts.append(token.start[0])
-        elif kind in ("STRING", "FSTRING_END"):
-            begin = token.start[0] if kind == "STRING" else starts.pop()
-            inside.update(range(begin + 1, token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))):
+            inside.update(range(node.lineno + 1, (node.end_lineno or 0) + 1))
     lines = text.split("\n")
     return "\n".join(f"    {line}" if line and i not in inside else line for i, line in enumerate(lines, 1))
 

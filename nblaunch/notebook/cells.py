@@ -7,7 +7,6 @@ import contextlib
 import io
 import itertools
 import re
-import symtable
 import tokenize
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from nblaunch.launch import live_sessions
-from nblaunch.launch.cell_statements import changed_names, global_names
+from nblaunch.launch.cell_statements import code_of, names_bound, names_read
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
 
@@ -83,42 +82,12 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
     """Return the notebook's names that the cell reads, without those that it assigns first."""
     used: set[str] = set()
     bound: set[str] = set()
-    for statement in map(_Synchronous().visit, ast.parse(cell.source).body):
-        table = symtable.symtable(ast.unparse(statement), cell.filename, "exec")
-        reads = {*global_names(table, reads=True), *_in_notebook_syntax(statement)}
-        reads |= changed_names(statement, table)
-        used |= reads - bound
-        if isinstance(statement, _BINDS) and getattr(statement, "value", ...) is not None:  # x: int binds nothing
-            bound |= {
-                symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
-            }
+    for statement in ast.parse(cell.source).body:
+        code = code_of([statement])
+        used |= {*names_read(code), *_in_notebook_syntax(statement)} - bound
+        if isinstance(statement, _BINDS):
+            bound |= {*names_bound(code)}
     return sorted(name for name in used if name in namespace and name not in PROVIDED and not name.startswith("__"))
-
-
-class _Synchronous(ast.NodeTransformer):
-    """Removes ``await`` and ``async`` outside functions: symtable refuses them there."""
-
-    def visit_Await(self, node: ast.Await) -> ast.AST:  # ast's name for it
-        return self.visit(node.value)  # type: ignore[no-any-return]  # an expression stays one
-
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
-        return self.generic_visit(ast.copy_location(ast.For(**dict(ast.iter_fields(node))), node))
-
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.AST:
-        return self.generic_visit(ast.copy_location(ast.With(**dict(ast.iter_fields(node))), node))
-
-    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
-        node.is_async = 0
-        return self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        return node
 
 
 _BINDS = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
