@@ -363,21 +363,20 @@ class Accelerator:
         (Python's, NumPy's, torch's); the positions of prepared loaders; and registered objects. Prepared objects that
         no longer exist are left out. Gradients are not saved: save between optimizer steps.
 
-        The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
-        the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
-        group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
-        ... are the ``state_dict`` of the users' own modules. Where ranks divide models (`parallelism`), their whole
-        states are gathered on rank 0, which needs CPU memory for them.
+        The folder gets one file, ``state.pt``, in place of an earlier one when it is complete: a crash, Stop or a full
+        disk leaves the earlier state. Rank 0 writes; ranks on other machines must see the same folder. ``torch.load``
+        reads it without ranks (without a GPU: ``map_location="cpu"``): under ``"model"`` is a list with the
+        ``state_dict`` of each of the users' own modules. Where ranks divide models (`parallelism`), their whole states
+        are gathered on rank 0, which needs CPU memory for them.
 
         Args:
-            output_dir: The folder. A state that is there is replaced.
+            output_dir: The folder.
 
         Returns:
             The folder.
 
         Raises:
-            ArgumentError: `output_dir` holds files that are not of a saved state, or `accumulate` has begun an
-                optimizer step and not finished it.
+            ArgumentError: `output_dir` is a file, or `accumulate` has begun an optimizer step and not finished it.
             OSError: On every rank, if one cannot write.
         """
         self._join()
@@ -402,12 +401,13 @@ class Accelerator:
         Args:
             input_dir: The folder.
             strict: Whether the names of the modules' weights must be those that were saved.
-            weights_only: Whether files are read without running code (default). False is for registered objects whose
-                state holds other types than tensors, numbers and strings, from a folder that you trust.
+            weights_only: Whether the file is read without running code (default). False is for registered objects
+                whose state holds other types than tensors, numbers and strings, from a folder that you trust.
 
         Raises:
-            ArgumentError: On every rank: there is no such folder; it is incomplete or damaged; or it is of another
-                model or other objects. The message says which.
+            ArgumentError: On every rank: there is no state in the folder, or it is of another model or other objects.
+                The message says which.
+            RuntimeError: On every rank: the file is damaged.
         """
         self._join()
         self._states.load(input_dir, strict=strict, weights_only=weights_only)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.pytree import tree_map
 from nblaunch.wire import launch_files
 
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -92,17 +94,6 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-@contextlib.contextmanager
-def loading(path: Path, part: str, remedy: str) -> Iterator[None]:
-    """Raise an ArgumentError if loading a part of a checkpoint fails, because the run has another one."""
-    try:
-        yield
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ArgumentError(
-            f"{path} was written with another {part} ({type(error).__name__}: {error}): use the same, or {remedy}"
-        ) from error
-
-
 def write(state: Mapping[str, Any], path: Path) -> None:
     """Write a file atomically: a failed write leaves the previous file and no temporary one."""
     with replaced(path) as scratch:
@@ -123,7 +114,8 @@ def save(state: Any, path: Path) -> None:
 def replaced(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to, and move that file to `path` on success. Without success it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.partial")
+    scratch.unlink(missing_ok=True)  # of a write that was killed
     try:
         yield scratch
         with open(scratch, "rb+") as file:
@@ -143,21 +135,42 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Read what `write` saved, to the CPU. Loading executes no code."""
+def read(path: Path, *, mmap: bool = False, weights_only: bool = True) -> dict[str, Any]:
+    """Read what `write` saved, to the CPU. With `weights_only` loading executes no code."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except FileNotFoundError:
         raise ArgumentError(
             f"{path} is not on {socket.gethostname()}: checkpoint_dir must be a folder that every node and the "
             "notebook share"
         ) from None
     except Exception as error:
+        if found := _refused(error):
+            raise ArgumentError(
+                f"{path} holds {found}, which runs code when it is loaded. If you trust the folder, use "
+                "load_state(..., weights_only=False)"
+            ) from error
         raise RuntimeError(
             f"{path} is damaged: remove it to resume from the checkpoint before, if there is one, or use "
             "resume=False to train from the start"
         ) from error
     return state
+
+
+def code_in(state: Any) -> str:
+    """Return what in a state runs code when it is loaded, or cannot be saved; empty if there is no such thing."""
+    file = io.BytesIO()
+    try:
+        torch.save(tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf, state), file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:  # noqa: BLE001  # pickle's, or of a user's __reduce__
+        return _refused(error) or f"{type(error).__name__}: {error!s:.300}"
+    return ""
+
+
+def _refused(error: Exception) -> str:
+    match = re.search(r"Unsupported (?:global|class)\W+(?:GLOBAL )?([\w.]+)", str(error))
+    return "" if match is None else match[1]
 
 
 def step_of(path: Path) -> int:

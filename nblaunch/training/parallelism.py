@@ -255,6 +255,11 @@ def has_sharded_parameters(module: nn.Module) -> bool:
     return any(map(is_sharded, module.parameters()))
 
 
+def is_divided(part: Any) -> bool:
+    """Return True if ranks hold parts of this module's or optimizer's parameters."""
+    return any(map(is_sharded, part.parameters() if isinstance(part, nn.Module) else parameters_of(part)))
+
+
 def copies_in(module: nn.Module) -> int:
     """Return how many ranks compute on the same samples, by the meshes of a module's parameters."""
     meshes: list[Any] = [getattr(parameter, "device_mesh", None) for parameter in module.parameters()]

@@ -478,13 +478,13 @@ class Trainer:
 
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
         state: Any = checkpoint.read(path, mmap=has_sharded_parameters(self.model))
-        if not isinstance(state, Mapping) or "parts" not in state:
+        if not isinstance(state, Mapping) or "progress" not in state:
             raise ArgumentError(
                 f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "
                 "model.load_state_dict(torch.load(path))"
             )
-        for name, part in (("model", self.model), ("optimizer", self.optimizer)):
-            load_full_state(part, state["parts"][name])
+        load_full_state(unwrapped(self.model), state["model"][0])
+        load_full_state(self.optimizer, state["optimizer"][0])
         return checkpoint.TrainingProgress.of(state)
 
     def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None:

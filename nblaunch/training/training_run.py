@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import time
 import uuid
@@ -24,9 +23,9 @@ from nblaunch.training.distribute import StoppedTogether
 from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.loader import length_of
 from nblaunch.training.metrics import Mean
-from nblaunch.training.parallelism import drop_unshared_gradients, gathered, has_sharded_parameters, load_full_state
-from nblaunch.training.pytree import batch_size_of, parameters_of, tree_map
-from nblaunch.training.seeding import random_states, resume_random_states, seed_everything
+from nblaunch.training.parallelism import drop_unshared_gradients, has_sharded_parameters
+from nblaunch.training.pytree import batch_size_of, parameters_of
+from nblaunch.training.seeding import seed_everything
 from nblaunch.training.step_boundaries import AgreedStop, StepBoundaries
 from nblaunch.training.topology import data_world, world
 from nblaunch.training.train_config import Data, TrainConfig, loader_of
@@ -56,15 +55,11 @@ class Callbacks(list[object]):
         """Return the states of the callbacks that have ``state_dict`` and ``load_state_dict``, by place and class."""
         states = {name: callback.state_dict() for name, callback in self._with_states().items()}
         for name, state in states.items():
-            file = io.BytesIO()
-            try:
-                torch.save(tree_map(lambda leaf: None if isinstance(leaf, Tensor) else leaf, state), file)
-                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            except Exception as error:  # pickle's, or of a user's __reduce__
+            if found := checkpoint.code_in(state):
                 raise ArgumentError(
                     f"callbacks: the state_dict() of {name} cannot be in a checkpoint, which holds tensors, numbers, "
-                    f"strings, lists and dicts: {error!s:.300}"
-                ) from error
+                    f"strings, lists and dicts: {found}"
+                )
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -182,7 +177,6 @@ class RunCheckpoints:
     def __init__(self, trainer: Trained, loader: Any, mean_loss: Mean) -> None:
         self.trainer, self.loader, self.mean_loss = trainer, loader, mean_loss
         self.folder = trainer.checkpoint_folder()
-        self.scheduler: Any = None
         self.is_best = False  # and not saved as such yet
         self.written = (0, "")  # the step of the latest checkpoint, and what was due then
 
@@ -196,19 +190,10 @@ class RunCheckpoints:
         is_best, self.is_best = self.is_best and self.trainer.config.keeps_best, False
         if self.folder is None or not (is_latest or is_best):
             return False
-        failure, loader, loss = "", self.loader.state_dict(), self.mean_loss.state_dict()
-        ranks = exchange({"random": random_states(), "loader": loader, "loss": loss})
-        if has_sharded_parameters(self.trainer.model):
-            parts = {name: gathered(part.state_dict()) for name, part in self.parts().items()}  # a collective
-        elif accelerator.is_main_process:
-            parts = {name: part.state_dict() for name, part in self.parts().items()}
+        failure, state = "", accelerator._states.collect()
+        losses = exchange(self.mean_loss.state_dict())
         if accelerator.is_main_process:
-            state = {
-                "setup": self.setup(),
-                "progress": asdict(progress),
-                "parts": parts,
-                "ranks": ranks,
-            }
+            state.update(setup=self.setup(), progress=asdict(progress), losses=losses)
             try:
                 self.folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
             except OSError as error:
@@ -223,11 +208,6 @@ class RunCheckpoints:
             self.written = progress.step, progress.due
         return True
 
-    def parts(self) -> dict[str, Any]:
-        trainer, scaler = self.trainer, self.trainer.accelerator._gradients.scaler
-        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "schedule": self.scheduler, "scaler": scaler}
-        return {name: part for name, part in {**parts, "callbacks": trainer.callbacks}.items() if part is not None}
-
     def setup(self) -> dict[str, Any]:
         """Return what must be the same to resume a run: it determines the samples of each step."""
         return {
@@ -238,7 +218,6 @@ class RunCheckpoints:
             **self.trainer.config.fixed_on_resume(),
             "samples": self.loader.total,
             "batches": length_of(self.loader),
-            "parts": sorted(self.parts().keys() - {"callbacks"}),
         }
 
     def find(self) -> tuple[Path | None, int]:
@@ -281,17 +260,6 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], re
             )
 
 
-def restore_position(ranks: list[dict[str, Any]], loader: Any, mean_loss: Mean, copies: int) -> None:
-    """Restore this rank's position in the data, losses and random states from what each rank has saved."""
-    is_same = len(ranks) == world().size
-    own = ranks[world().rank if is_same else 0]
-    loader.load_state_dict(own["loader"])  # it is the same on all ranks
-    mean_loss.reset()
-    for saved in [own] if is_same else ranks if world().rank == 0 else ():
-        mean_loss.add_state_dict(saved["loss"])
-    resume_random_states([saved["random"] for saved in ranks], copies, copies)
-
-
 class TrainingRun:
     """One `Trainer.fit` in one rank. All ranks make it and run it alike."""
 
@@ -323,7 +291,8 @@ class TrainingRun:
         self._steps = config.count_steps(length_of(self.loader))
         self.progress.schedule_end = self._steps or 0
         made = config.make_scheduler(trainer.optimizer, self.progress.schedule_end)
-        self._scheduler = self._checkpoints.scheduler = self.accelerator.prepare(made)
+        self._scheduler = self.accelerator.prepare(made)
+        self.accelerator.register_for_checkpointing(trainer.callbacks)
         try:
             self._resume()
         except BaseException:
@@ -593,10 +562,12 @@ class TrainingRun:
                     "more epochs or max_steps, resume=False to train from the start, or another checkpoint_dir"
                 )
         before, progress.schedule_end = progress.schedule_end, steps
-        for name, part in self._checkpoints.parts().items():
-            with checkpoint.loading(path, name, remedy):
-                load_full_state(part, state["parts"][name])
-        restore_position(state["ranks"], self.loader, self._mean_loss, self.accelerator.copies)
+        try:
+            self.accelerator._states.restore(state, str(path))
+        except ArgumentError as error:
+            raise ArgumentError(f"{error}. Use the same, or {remedy}") from error
+        for saved in state["losses"] if self.accelerator.is_main_process else ():
+            self._mean_loss.add_state_dict(saved)
         if isinstance(config.schedule, str) and 0 < before < steps:
             self._stretch_schedule(path)
 

@@ -65,7 +65,7 @@ def test_a_resumed_run_has_the_callbacks_states(tmp_path: Path) -> None:
 
 def test_callbacks_in_other_places_start_fresh(tmp_path: Path) -> None:
     trainer((Averages(),), nprocs=1, epochs=1, checkpoint_dir=tmp_path).fit(points(64))
-    assert torch.load(tmp_path / "step-4.pt")["parts"]["callbacks"].keys() == {"0 Averages"}
+    assert torch.load(tmp_path / "step-4.pt")["object"][0].keys() == {"0 Averages"}
     moved = trainer((Counts(), Averages()), nprocs=1, epochs=2, checkpoint_dir=tmp_path)
     moved.fit(points(64))
     assert moved.history[-1]["updates"] == 4
