@@ -496,7 +496,6 @@ class Agent:
         made.setsockopt(zmq.CURVE_PUBLICKEY, self._boot.public_key.encode())
         made.setsockopt(zmq.CURVE_SECRETKEY, self._boot.secret_key.encode())
         made.setsockopt(zmq.ROUTING_ID, self._identity)
-        made.setsockopt(zmq.RECONNECT_IVL, -1)
         configure(made)
         self._monitor = made.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
         made.connect(self._boot.endpoint)

@@ -1,8 +1,8 @@
 """The link between the kernel and the agents of a set of nodes: one ZeroMQ connection for each agent.
 
 CURVE authenticates and encrypts every connection: only an agent that was given the keys of this link gets a message
-through, and nothing is unpickled before. TCP keeps the order of messages. A connection that ends is not made again: its
-node is lost. ZeroMQ ends one that is silent, from a thread of its own that needs no Python, which may be busy.
+through, and nothing is unpickled before. TCP keeps the order of messages. A node whose connection ends is lost. ZeroMQ
+ends one that is silent, from a thread of its own that needs no Python, which may be busy.
 
 The kernel listens on one IPv4 address and a free port: the address of the route to the nodes, or ``NBLAUNCH_ADDRESS``.
 Agents listen nowhere. The keys of a link reach an agent as a line on its stdin (`Boot`): no command line and no

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,8 +99,10 @@ def test_a_cut_cable_is_a_lost_node_and_nothing_is_left_there(launch_alone: Laun
         assert time.monotonic() - begin < 30  # TCP itself takes minutes
         eventually(lambda: not weak_cluster[1].python())
     finally:
-        weak_cluster[1].restore()
+        later = threading.Timer(5, weak_cluster[1].restore)  # a new agent fails to connect until then
+        later.start()
     assert list(launch_alone(hosts)) == ["n1", "n2"]
+    later.join()
 
 
 def test_a_kernel_that_is_busy_loses_no_node(launch_alone: Launcher) -> None:
