@@ -212,6 +212,8 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context for one batch. Every `gradient_accumulation_steps`-th and a loader's last end a step.
 
+        Of several prepared loaders, nested or side by side, the one that yielded last counts.
+
         In between ranks exchange no gradients, prepared optimizers and schedulers do not step, and gradients stay. A
         step that a ``break`` leaves unfinished continues with the next batch.
         """
@@ -221,8 +223,8 @@ class Accelerator:
         """``loss.backward``, with the loss divided by the batches of its optimizer step, and scaled for float16.
 
         The divisor is `gradient_accumulation_steps`, and in the last step of a pass the batches that are left: of 10
-        batches by 4 the last two are halved. (If the loader has no length, or several prepared loaders are iterated at
-        once, all steps divide by `gradient_accumulation_steps`.)
+        batches by 4 the last two are halved. (If the loader has no length, all steps divide by
+        `gradient_accumulation_steps`.)
 
         The ranks' gradients are averaged, so a sample in a smaller batch counts for more: the last batches of a pass
         may be smaller on some ranks. `Trainer` weighs by samples. So does ``backward(loss * loader.sample_weight)``

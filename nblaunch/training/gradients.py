@@ -76,8 +76,6 @@ class GradientState:
         self.unfinished = 0  # batches so far in an unfinished step
         self.divisor = every  # of losses in the current step: its batches, as far as known
         self._passes: list[weakref.ref[Any]] = []
-        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Loaders that continued after an outer loader had advanced: they are iterated side by side, as in ``zip``."""
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
         """Loaders with a backward pass in the latest pass over them."""
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -94,14 +92,12 @@ class GradientState:
         """Note that a prepared loader yields a batch. Passes inside its own are dropped until they yield again."""
         loaders = self._loaders()
         place = next((i for i, other in enumerate(loaders) if other is loader), len(loaders))
-        if place == len(loaders) and loader not in self._beside:
-            self._trained.discard(loader)  # a new pass
-        self._beside.update(loaders[place + 1 :])
+        if place == len(loaders):
+            self._trained.discard(loader)  # a new pass, or another loader beside this one has yielded
         self._passes = [weakref.ref(other) for other in (*loaders[:place], loader)]
 
     def end_pass(self, loader: Any) -> None:
         self._passes = [reference for reference in self._passes if reference() is not loader]
-        self._beside.discard(loader)
 
     def _loaders(self) -> list[Any]:
         return [loader for loader in (reference() for reference in self._passes) if loader is not None]
@@ -121,17 +117,13 @@ class GradientState:
     # ------------------------------------------------------------------ accumulation
     @contextmanager
     def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count one batch; a step ends with its last batch, and with a loader's last."""
-        loaders = self._loaders()
+        """Count one batch; a step ends with its last batch, and with the last of the loader that yielded it."""
+        latest = self._loaders()[-1:]
         if self.unfinished == 0:
-            # With several loaders, it is unknown whether they are iterated side by side or nested.
-            left = loaders[0].remaining if len(loaders) == 1 else None
+            left = latest[0].remaining if latest else None
             self.divisor = left if left is not None and 0 < left < self.every else self.every
         self.unfinished += 1
-        # In nested loops the outer loader's last batch stays for the whole pass over the inner one.
-        are_nested = not any(loader in self._beside for loader in loaders[-1:])
-        ends = any(loader.is_last for loader in (loaders[-1:] if are_nested else loaders))
-        self.sync = ends or self.unfinished >= self.divisor
+        self.sync = any(loader.is_last for loader in latest) or self.unfinished >= self.divisor
         if self.sync:
             self.unfinished = 0
         with ExitStack() as stack:

@@ -27,7 +27,6 @@ from nblaunch.training.partition import (
     round_count,
     with_last,
 )
-from nblaunch.training.prefetch import Prefetcher, reader_of
 from nblaunch.training.samplers import EpochProgress
 from nblaunch.training.seeding import (
     Seeded,
@@ -320,6 +319,10 @@ class ShardedLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ iterating
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
+        return self.read()
+
+    def read(self, ahead: Callable[[Iterator[Any]], Iterator[Any]] = iter) -> Iterator[T_co]:
+        """Iterate; what `ahead` reads before a batch is yielded is not in the position."""
         self._follow_samplers()
         start = self._progress.begin()
         self._check_resumable(start)
@@ -327,7 +330,9 @@ class ShardedLoader(DataLoader[T_co]):
         current = _Pass(self.epoch, start, self._size_from(start))
         self._passes.append(current)
         try:
-            for content, note in self._iterate_stream(start) if self._is_stream else self._iterate_indices(start):
+            for content, note in ahead(
+                self._iterate_stream(start) if self._is_stream else self._iterate_indices(start)
+            ):
                 current.done, current.taken, current.note = current.done + 1, current.taken + 1, note
                 self._update_position(current)
                 yield self._move(content) if self._move else content
@@ -537,10 +542,6 @@ class ShardedLoader(DataLoader[T_co]):
                 f"set_epoch({self.epoch + 1})"
             )
 
-    def break_off(self) -> None:
-        """Mark the pass as incomplete: a reader ahead took its last batch and did not pass it on."""
-        self._progress.ended = False
-
     def _set_sampler_epochs(self) -> None:
         for thing in (*samplers_of(self), self.dataset):
             if hasattr(thing, "set_epoch"):
@@ -612,8 +613,7 @@ def agreed_seed(loader: DataLoader[Any]) -> int | None:
 
 def position_of(loader: Any, continues: bool) -> dict[str, Any]:
     """Return a loader's position for a saved state; unless its latest pass `continues`, one that begins it again."""
-    reader = reader_of(loader) or loader
-    state = reader.state_dict() if hasattr(reader, "state_dict") else None
+    state = loader.state_dict() if hasattr(loader, "state_dict") else None
     if isinstance(loader, ShardedLoader) and state and state["batches"] and not continues:
         state = loader.beginning()
     return {"samples": length_of(getattr(loader, "dataset", None)), "state": state}
@@ -654,8 +654,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         ArgumentError: `num_batches` is not a whole number of at least 0.
     """
     skipped = whole_number("num_batches", num_batches, least=0)
-    inner = dataloader.loader if isinstance(dataloader, Prefetcher) else dataloader
-    if not isinstance(inner, ShardedLoader):
+    if not hasattr(dataloader, "begin_at"):
         return islice(dataloader, skipped, None)
-    inner.begin_at(skipped)
+    dataloader.begin_at(skipped)
     return dataloader

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from nblaunch.machine.arguments import whole_number
+from nblaunch.training.loader import ShardedLoader
 from nblaunch.training.pytree import tensors_in, to_device
 
-_POSITION = ("is_padding", "is_last", "remaining", "own_samples", "all_samples")
-"""A loader's attributes that describe its latest batch."""
 _END: Any = object()
-_readers: weakref.WeakKeyDictionary[Any, weakref.ref[Prefetcher]] = weakref.WeakKeyDictionary()
-"""The loaders that are read ahead, each with its reader."""
-
-
-def reader_of(loader: Any) -> Prefetcher | None:
-    """Return the Prefetcher that reads `loader` ahead, and so knows the position of the batch in use."""
-    reference = _readers.get(loader)
-    return None if reference is None else reference()
-
-
-class _Ahead(NamedTuple):
-    """A batch that was read ahead, and its loader's position then."""
-
-    batch: Any
-    copied: Any
-    """The event after its copy; None if it was not copied on a stream."""
-    position: dict[str, Any]
-    """Those of `_POSITION` that the loader has."""
-    state: dict[str, int] | None
 
 
 class Prefetcher:
@@ -44,9 +24,9 @@ class Prefetcher:
     from pinned memory: give the loader ``pin_memory=True``. On other devices batches are moved on demand, and nothing
     is read ahead.
 
-    It replaces its loader: `is_padding`, `is_last`, `epoch` and `state_dict` describe the batch that was yielded, not
-    those read ahead, and every other attribute is the loader's. The loader's own `is_padding` and `is_last` describe
-    that batch too, so an Accelerator that prepared the loader counts right: prepare the loader, then wrap it.
+    It replaces its loader, and has its attributes. A ``ShardedLoader``'s `is_padding`, `is_last`, `epoch` and
+    `state_dict` describe the batch that was yielded, not those read ahead, so an Accelerator that prepared the loader
+    counts right: prepare the loader, then wrap it.
 
     Args:
         loader: Yields batches, any pytrees of tensors: a ``ShardedLoader``, a DataLoader, any iterable.
@@ -57,111 +37,44 @@ class Prefetcher:
         ArgumentError: `depth` is not a whole number of at least 1.
     """
 
-    is_padding: bool = False
-    is_last: bool = False
-
     def __init__(self, loader: Iterable[Any], device: torch.device | str, depth: int = 1) -> None:
         self.loader: Any = loader
         self.device = torch.device(device)
         self.depth = whole_number("depth", depth, least=1)
-        self._state: dict[str, int] | None = None
-        """The loader's state after the latest yielded batch; None if nothing is read ahead."""
-        self._ahead: dict[str, int] | None = None
-        """The loader's actual state at that time; if it differs now, the user has moved the loader."""
 
     def __len__(self) -> int:
         """Return the number of the loader's batches."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        copier = copier_for(self.device)
-        depth = self.depth if copier.runs_ahead else 0
-        if copier.runs_ahead and hasattr(self.loader, "state_dict"):
-            _readers[self.loader] = weakref.ref(self)
-        try:
-            yield from self._iterate(copier, depth)
-        finally:
-            if not self.is_last and hasattr(self.loader, "break_off"):
-                self.loader.break_off()
-            self._ahead = self._state and self.loader.state_dict()
-
-    def _iterate(self, copier: Copier, depth: int) -> Iterator[Any]:
-        for ahead in self._read_ahead(copier, depth):
-            self.is_padding = ahead.position.get("is_padding", False)
-            self.is_last = ahead.position.get("is_last", False)
-            self._state = ahead.state
-            self._ahead = self._state and self.loader.state_dict()
-            for name, value in ahead.position.items():
-                setattr(self.loader, name, value)  # undo the effect of reading ahead
-            copier.await_copy(ahead.batch, ahead.copied)
-            yield ahead.batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the loader's state after the latest yielded batch."""
-        now: dict[str, int] = self.loader.state_dict()
-        return now if self._state is None or now != self._ahead else self._state
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Call the loader's ``load_state_dict``."""
-        self._state = None
-        self.loader.load_state_dict(state)
+        if self.device.type != "cuda":
+            return (to_device(batch, self.device) for batch in self.loader)
+        ahead = partial(copied_ahead, device=self.device, depth=self.depth)
+        return self.loader.read(ahead) if isinstance(self.loader, ShardedLoader) else ahead(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _read_ahead(self, copier: Copier, depth: int) -> Iterator[_Ahead]:
-        waiting: deque[_Ahead] = deque()
-        for batch, copied in copier.copies(self.loader):
-            position = {name: getattr(self.loader, name) for name in _POSITION if hasattr(self.loader, name)}
-            state = self.loader.state_dict() if copier.runs_ahead and hasattr(self.loader, "state_dict") else None
-            waiting.append(_Ahead(batch, copied, position, state))
-            # Resuming the loader after its last batch completes its pass: yield that batch first.
-            while waiting and (len(waiting) > depth or waiting[-1].position.get("is_last")):
-                yield waiting.popleft()
-        yield from waiting
 
-
-class Copier:
-    runs_ahead = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def copies(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each batch on the device, with the event to wait for before its use."""
-        return ((to_device(batch, self._device), None) for batch in loader)
-
-    def await_copy(self, batch: Any, copied: Any) -> None:
-        """Wait until the batch may be used."""
-
-
-class CudaCopier(Copier):
-    runs_ahead = True
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        super().__init__(device)
-        self._cuda = cuda
-        self._stream = cuda.Stream(device)
-
-    def copies(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        batches = iter(loader)
-        while True:
-            self._stream.wait_stream(self._cuda.current_stream(self._device))  # may still write the loader's input
-            with self._cuda.stream(self._stream):  # the loader too: a prepared one copies
-                batch = next(batches, _END)
-                if batch is _END:
-                    return
-                moved = to_device(batch, self._device, non_blocking=True)
-            yield moved, self._stream.record_event()
-
-    def await_copy(self, batch: Any, copied: Any) -> None:
-        current = self._cuda.current_stream(self._device)
+def copied_ahead(batches: Iterable[Any], device: torch.device, depth: int, cuda: Any = torch.cuda) -> Iterator[Any]:
+    """Yield pytrees on the device; `depth` later ones are on their way there, on a stream of their own."""
+    stream, iterator, is_over = cuda.Stream(device), iter(batches), False
+    waiting: deque[tuple[Any, Any]] = deque()
+    while True:
+        while len(waiting) <= depth and not is_over:
+            stream.wait_stream(cuda.current_stream(device))  # may still write the loader's input
+            with cuda.stream(stream):  # the loader too: its dataset may copy
+                batch = next(iterator, _END)
+                is_over = batch is _END
+                if not is_over:
+                    waiting.append((to_device(batch, device, non_blocking=True), stream.record_event()))
+        if not waiting:
+            return
+        batch, copied = waiting.popleft()
+        current = cuda.current_stream(device)
         current.wait_event(copied)
         for tensor in tensors_in(batch):  # allocated on the copy stream, which would reuse it too early
             tensor.record_stream(current)
-
-
-def copier_for(device: torch.device) -> Copier:
-    return CudaCopier(device) if device.type == "cuda" else Copier(device)
+        yield batch

@@ -299,11 +299,11 @@ def test_an_outer_loaders_last_batch_ends_no_inner_steps() -> None:
     assert synced == [False, False, True, False, True] * 2
 
 
-def test_loaders_side_by_side_end_a_step_with_the_shorter() -> None:
+def test_of_loaders_side_by_side_the_last_one_ends_a_step() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
     short, long = accelerator.prepare(parts(8, 2)[3], parts(12, 2)[3])
     synced = []
-    for _ in zip(short, long, strict=False):
+    for _ in zip(long, short, strict=False):
         with accelerator.accumulate():
             synced.append(accelerator.sync_gradients)
     assert synced == [False, False, True, True]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def data(size: int) -> Any:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     stand_in = Cuda(Log())
-    monkeypatch.setattr(prefetch, "copier_for", lambda device: prefetch.CudaCopier(device, stand_in))
+    monkeypatch.setattr(prefetch, "copied_ahead", partial(prefetch.copied_ahead, cuda=stand_in))
     return stand_in
 
 

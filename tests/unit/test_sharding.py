@@ -450,13 +450,6 @@ def test_a_look_within_a_pass_leaves_it_as_it_was() -> None:
     assert loader.epoch == 1
 
 
-def test_a_pass_read_ahead_to_its_end_does_not_count() -> None:
-    loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
-    first = [batch.tolist() for batch in WHOLE["islice"](loader)]
-    loader.break_off()
-    assert Pass(loader).batches == first
-
-
 def test_a_look_at_the_only_batch_is_no_pass() -> None:
     loader = shard(DataLoader(DATA, 64, shuffle=True), seed=1)
     assert torch.equal(next(iter(loader)), next(iter(loader)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -204,29 +206,30 @@ def test_a_broken_off_pass_without_training_begins_again(tmp_path: Path) -> None
 
 
 def test_batches_that_were_read_ahead_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ahead(prefetch.Copier):
-        """Reads ahead, as the copies to a GPU do."""
+    def two_ahead(batches: Any, device: Any, depth: int) -> Iterator[Any]:
+        waiting = [*islice(iterator := iter(batches), depth)]
+        while waiting:
+            waiting += islice(iterator, 1)
+            yield waiting.pop(0)
 
-        runs_ahead = True
-
-    monkeypatch.setattr(prefetch, "copier_for", Ahead)
+    monkeypatch.setattr(prefetch, "copied_ahead", two_ahead)  # as to a GPU
     accelerator = Accelerator(compute_setup="cpu", seed=3)
     loader: Any = accelerator.prepare(numbers())
     whole = [batch.tolist() for batch in loader]
     loader.load_state_dict({"epoch": 0, "batches": 0, "seed": 3})
     taken = []
-    for batch in Prefetcher(loader, "cpu", depth=2):
+    for batch in Prefetcher(loader, "cuda", depth=2):
         taken.append(batch.tolist())
         if len(taken) == 2:
             accelerator.save_state(tmp_path / "state")
             break
     accelerator.load_state(tmp_path / "state")
-    reader = Prefetcher(loader, "cpu", depth=2)
+    reader = Prefetcher(loader, "cuda", depth=2)
     assert taken + [batch.tolist() for batch in skip_first_batches(reader, 2)] == whole
     accelerator.load_state(tmp_path / "state")
     assert taken + [batch.tolist() for batch in reader] == whole
     loader.load_state_dict({"epoch": 0, "batches": 0, "seed": 3})
-    for batch in Prefetcher(skip_first_batches(loader, 2), "cpu"):
+    for batch in Prefetcher(skip_first_batches(loader, 2), "cuda"):
         accelerator.save_state(tmp_path / "state")
         assert batch.tolist() == whole[2]
         break
