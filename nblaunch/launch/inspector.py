@@ -1,4 +1,4 @@
-"""Asks the ranks of a task where they are: their stacks, last collectives and use of CPU.
+"""Asks the ranks of a task where they are: their stacks and use of CPU.
 
 A round asks some ranks and ends when they have answered, or when its time is over. Runs in the supervisor's thread, a
 step at a time. Never blocks.
@@ -18,7 +18,6 @@ from nblaunch.launch.stacks import Stack, StackFormatter, is_ours, parse
 from nblaunch.launch.views import StacksShown, View
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import Source
-from nblaunch.wire.tables import Begun
 
 MAX_WAITING_CPU = 0.1
 """Cores that a rank may use which waits in a backward pass."""
@@ -33,13 +32,11 @@ class Place:
     Attributes:
         stacks: Of its threads; empty if it has not answered.
         main: The main thread, as stacks name it.
-        begun: Its last collective in each process group, the latest first.
         is_busy: It has used CPU since the round before.
     """
 
     stacks: Sequence[Stack] = ()
     main: str = ""
-    begun: Sequence[Begun] = ()
     is_busy: bool = False
 
 
@@ -128,9 +125,7 @@ class Inspector:
             self._sampler = self._group.workers.sampler("cpu", {})
         busy = {usage.rank for usage in self._sampler.sample(living) if usage.cpu > MAX_WAITING_CPU}
         self.places = {
-            rank: replace(
-                self.places.get(rank, Place()), begun=members[rank].worker.collectives(), is_busy=rank in busy
-            )
+            rank: replace(self.places.get(rank, Place()), is_busy=rank in busy)
             for rank in sorted({*living, *self.places})  # some have answered and exited
         }
         self._answer()

@@ -84,35 +84,19 @@ class TakenBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
-    """A kept rank waits in a collective for one that has returned."""
-
-    waiting: int
-    returned: int
-
-    def error(self, told: Told) -> NblaunchError:
-        why = f"{told.difference}\n" if told.difference else "Every rank must call each collective. "
-        return CollectiveError(
-            f"rank {self.waiting} waited in a collective for rank {self.returned}, which had finished {told.name}. "
-            f"{why}The variables are kept, the process group is new. {told.logs}",
-            self.waiting,
-            told.files.err(self.waiting),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class NoProgress:
-    """No collective has made progress for `timeouts.COLLECTIVE_TIMEOUT_S`."""
+    """No collective has made progress for `timeouts.COLLECTIVE_TIMEOUT_S`, or a kept rank waits for a returned one."""
 
     verdict: StuckVerdict
 
     def error(self, told: Told) -> NblaunchError:
-        rank = self.verdict.ranks[0] if self.verdict.ranks else 0
-        lines = "".join(f"\n    {line}" for line in self.verdict.lines)
-        return CollectiveError(f"{told.name} was stopped:{lines}\n{told.logs}", rank, told.files.err(rank))
+        rank = (*(self.verdict.pair or self.verdict.ranks), 0)[0]
+        lines = "".join(f"\n    {line}" for line in filter(None, (*self.verdict.lines, told.difference)))
+        kept = "The variables are kept, the process group is new. " * (self.verdict.pair is not None)
+        return CollectiveError(f"{told.name} was stopped:{lines}\n{kept}{told.logs}", rank, told.files.err(rank))
 
 
-Reason = ByUser | PeerFailed | TimedOut | TakenBack | Abandoned | NoProgress
+Reason = ByUser | PeerFailed | TimedOut | TakenBack | NoProgress
 
 
 # ------------------------------------------------------------------ how

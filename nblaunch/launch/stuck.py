@@ -6,8 +6,6 @@ backward pass or in a ``wait()`` and use no CPU.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,8 +29,6 @@ _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
 """torch's functions by the names of their operations."""
-_MAX_LAGS = 30
-"""Collectives from which the usual lag is known: the last that were seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,6 @@ class RankView:
         place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
         begun: Its last collective in each process group, the latest first; if it waits, the one that it waits in.
         is_busy: See `Place`.
-        lag: By how many seconds it usually begins a collective later than the first rank; None if unknown.
     """
 
     rank: int
@@ -51,7 +46,6 @@ class RankView:
     place: str = ""
     begun: Sequence[Begun] = ()
     is_busy: bool = False
-    lag: float | None = None
 
     def in_group(self, name: str) -> Begun:
         return next((each for each in self.begun if each.group == name), Begun())
@@ -65,12 +59,14 @@ class StuckVerdict:
         is_final: Whether waiting cannot help.
         reason: The same for the same collective and the same ranks, wherever these are.
         ranks: Live ranks to debug: those that the others wait for, or one of each call if the calls differ.
+        pair: A rank that waits, and one of its process group that has returned; None: no such rank has.
     """
 
     lines: tuple[str, ...]
     is_final: bool
     reason: str
     ranks: tuple[int, ...] = ()
+    pair: tuple[int, int] | None = None
 
     @property
     def text(self) -> str:
@@ -86,6 +82,10 @@ class _Group:
     """They have begun the same collective or a later one, and do not wait in this group."""
     missing: list[RankView] = field(default_factory=list)
     """They have begun fewer collectives."""
+
+    @property
+    def gone(self) -> list[RankView]:
+        return [each for each in (*self.missing, *self.passed) if each.where in _ENDED]
 
 
 def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun], str]) -> StuckVerdict | None:
@@ -115,18 +115,11 @@ def _judge_transfers(
     others = [each for each in ranks if each not in waiting]
     if not waiting or any(each.is_busy for each in others):
         return None
-    alive = [each for each in others if each.where in ("runs", "waits")]
-    are_receivers = all(each.begun[0].call.startswith("recv") for each in waiting)
-    is_final = not alive and (are_receivers or len(waiting) == 1)
-    lines = _said_of_waiting(waiting, place_of)
-    lines[0] = f"{'Stuck' if is_final else 'Waiting'} for {seconds:.0f} s: {lines[0]}"
-    lines += [f"rank {each.rank} {_ENDED[each.where]}" for each in others if each.where in _ENDED][:_MAX_RANKS]
-    lines += [f"rank {each.rank} is at {each.place}" for each in alive if each.place][:_MAX_RANKS]
-    if is_final:
-        lines[-1] += f": {_NEVER}"
-    views = [sorted(each.rank for each in some) for some in (waiting, alive)]
+    alive = [each for each in others if each.where in ("runs", "waits") and each.place][:_MAX_RANKS]
+    lines = [*_said_of_waiting(waiting, place_of), *(f"rank {each.rank} is at {each.place}" for each in alive)]
+    lines[0] = f"Waiting for {seconds:.0f} s: {lines[0]}"
     calls = sorted((each.rank, each.begun[0].time_ns) for each in waiting)
-    return StuckVerdict(tuple(lines), is_final, f"{calls} {views} {is_final}", tuple(views[1])[:_MAX_RANKS])
+    return StuckVerdict(tuple(lines), False, str(calls), tuple(sorted(each.rank for each in alive)))
 
 
 def _judge_group(
@@ -144,7 +137,9 @@ def _judge_group(
     lines[-1] += ending
     ranks_of = [sorted(each.rank for each in views) for views in (group.waiting, group.passed, group.missing)]
     key = f"{begun.group} {begun.count} {sorted({each.begun[0].call for each in group.waiting})} {ranks_of} {is_final}"
-    return StuckVerdict(tuple(lines), is_final, key, _to_debug(group)[:_MAX_RANKS])
+    returned = next((each.rank for each in group.gone if each.where == "returned"), None)
+    pair = None if returned is None else (group.waiting[0].rank, returned)
+    return StuckVerdict(tuple(lines), is_final, key, _to_debug(group)[:_MAX_RANKS], pair)
 
 
 def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
@@ -171,14 +166,10 @@ def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str],
         return [], f". They differ: {_NEVER}", True
     if len({each.detail for each in calls}) > 1 and calls[0].call in _ALIKE:
         return [], f". The sizes or dtypes differ: {_NEVER}", True
-    gone = [each for each in group.missing if each.where in ("returned", "raised", "died")]
-    if gone:
-        done = gone[0].in_group(calls[0].group).count
-        return (
-            [f"rank {gone[0].rank} {_ENDED[gone[0].where]} after {done} of {calls[0].count} collectives: {_NEVER}"],
-            "",
-            True,
-        )
+    for gone in group.gone[:1]:
+        done = min(gone.in_group(calls[0].group).count, calls[0].count)
+        said = f"rank {gone.rank} {_ENDED[gone.where]} after {done} of {calls[0].count} collectives: {_NEVER}"
+        return [said], "", True
     if group.missing:
         return _said_of_missing(group.missing, calls[0], place_of), "", False
     if not (group.passed or any(each.is_busy for each in group.waiting)):
@@ -243,8 +234,7 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
             at = f"waits in {_NAMES.get(other.call, other.call)} of another group{f' ({place})' * bool(place)}"
         else:
             at = f"is at {each.place}" if each.place else "does not answer: it may be in C code"
-        usually = "" if each.lag is None else f" (it is usually {each.lag:.1f} s later than the first)"
-        said.append(f"rank {each.rank} has begun {done} of {begun.count} collectives, and {at}{usually}")
+        said.append(f"rank {each.rank} has begun {done} of {begun.count} collectives, and {at}")
     if len(missing) > _MAX_RANKS:
         said[-1] += ", …"
     return said
@@ -290,19 +280,12 @@ class StuckWatch:
         self.verdict: StuckVerdict | None = None
         self._ranks, self._sources, self._formatter = ranks, sources, StackFormatter(sources)
         self._begun: dict[int, Sequence[Begun]] = {}
-        self._lags: dict[int, deque[float]] = {}
-        """By rank: by how many seconds it has begun collectives later than the first rank, as far as that was seen."""
         self._since = 0.0
         """When a rank was last seen to have begun a collective."""
 
     def observe(self, now: float) -> None:
         """Note what the ranks have begun. To be called once a second."""
         begun = {rank.rank: rank.member.worker.collectives() for rank in self._ranks if not rank.is_absent}
-        last = {rank: each[0] for rank, each in begun.items() if each}
-        if len(last) == len(self._ranks) and len({(each.group, each.count) for each in last.values()}) == 1:
-            first = min(each.time_ns for each in last.values())
-            for rank, each in last.items():
-                self._lags.setdefault(rank, deque(maxlen=_MAX_LAGS)).append((each.time_ns - first) / 1e9)
         if begun != self._begun or not self.running:
             self._begun, self._since, self.verdict = begun, now, None
 
@@ -328,8 +311,6 @@ class StuckWatch:
 
     def _view(self, rank: Rank, place: Place) -> RankView:
         begun, stacks, main = self._begun.get(rank.rank, ()), place.stacks, place.main
-        lags = self._lags.get(rank.rank)
-        lag = statistics.median(lags) if lags else None
         where: Where = "runs"
         if rank.done is not None:
             where = "returned"
@@ -338,58 +319,9 @@ class StuckWatch:
         elif rank.member.exited is not None:
             where = "died"
         if where != "runs" or not stacks:
-            return RankView(rank.rank, where, "", begun, lag=lag)
+            return RankView(rank.rank, where, "", begun)
         is_wait = self._formatter.is_wait(stacks, main) and not place.is_busy
         may_wait = waits_in_collective(stacks, main) or (waits_in_backward(stacks, main) and not place.is_busy)
         if (may_wait or is_wait) and waited_for(frames_of(stacks, main), begun, is_wait=is_wait) is not None:
             where = "waits"
-        return RankView(rank.rank, where, self._formatter.where(stacks, main), begun, place.is_busy, lag)
-
-
-class AbandonedRanks:
-    """Notices kept ranks that wait in a collective for ranks that have left the task: they would wait forever.
-
-    In a launch, a rank that has returned exits, and the collective fails. Kept ranks stay connected.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._places: dict[int, tuple[tuple[Frame, ...], Sequence[Begun]]] = {}
-        """The calls and collectives of waiting ranks; empty if one did not wait for a collective."""
-        self._since = 0.0
-
-    def found(self, places: Mapping[int, Place], returned: Mapping[int, Sequence[Begun]], now: float) -> bool:
-        """Return True once all ranks have waited in the same collectives for `timeouts.ABANDONED_S`.
-
-        Args:
-            places: Where the ranks are that have not finished the task.
-            returned: The collectives of those that have.
-        """
-        waits = all(self._waits(place, returned) for place in places.values())
-        found = {rank: (frames_of(each.stacks, each.main), each.begun) for rank, each in places.items() if waits}
-        if not found or found != self._places:
-            self._places, self._since = found, now
-            return False
-        is_long = now >= self._since + timeouts.ABANDONED_S
-        return is_long and any(self._misses(each, returned) for each in found.values())
-
-    def _waits(self, place: Place, returned: Mapping[int, Sequence[Begun]]) -> bool:
-        """Return True if a rank waits in a collective.
-
-        DDP's collectives begin inside autograd. There a rank waits if it uses no CPU and has begun more than others.
-        """
-        if waits_in_collective(place.stacks, place.main):
-            return True
-        if place.is_busy or not waits_in_backward(place.stacks, place.main):
-            return False
-        last = waited_for(frames_of(place.stacks, place.main), place.begun)
-        counts = [RankView(rank, "returned", "", begun) for rank, begun in returned.items()]
-        return last is not None and any(each.in_group(last.group).count < last.count for each in counts)
-
-    def _misses(
-        self, waiting: tuple[tuple[Frame, ...], Sequence[Begun]], returned: Mapping[int, Sequence[Begun]]
-    ) -> bool:
-        """Return True if a rank waits in a process group of a rank that has returned, or nothing is known of that."""
-        begun = waited_for(*waiting)
-        members = members_of(begun, self._world_size) if begun is not None else None
-        return members is None or not returned.keys().isdisjoint(members)
+        return RankView(rank.rank, where, self._formatter.where(stacks, main), begun, place.is_busy)

@@ -24,8 +24,6 @@ from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import waits_in_collective
 from nblaunch.launch.stopping import (
     LAUNCH,
-    SESSION,
-    Abandoned,
     ByUser,
     Ladder,
     NoProgress,
@@ -35,7 +33,7 @@ from nblaunch.launch.stopping import (
     TakenBack,
     TimedOut,
 )
-from nblaunch.launch.stuck import AbandonedRanks, StuckVerdict, StuckWatch, difference
+from nblaunch.launch.stuck import StuckVerdict, StuckWatch, difference
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views import Countdown, Note, RanksChanged, Stuck, View
 from nblaunch.machine import timeouts
@@ -111,11 +109,6 @@ class Task:
         self._shown_stuck = ""
         """The reason that the view shows at present; empty: none."""
         self._noted_stuck: set[str] = set()
-        self._abandoned = AbandonedRanks(len(self.ranks))
-        self._may_ask_at = 0.0
-        """When to begin to look for such ranks: most tasks end before."""
-        self._abandonment: Abandoned | None = None
-        """Which kept rank waits in a collective for one that has returned."""
         self.difference = ""
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
@@ -269,44 +262,29 @@ class Task:
         """Ask the ranks where they are, while something waits or the user asks."""
         if self.ladder is not None:
             silent = self.ladder.silent(now, self.group.live)
-            is_asked = self.inspector.begun_at >= self.ladder.begun
-            self.inspector.step(now, silent, math.inf if is_asked else 0.0)
-            for rank in silent if self.inspector.begun_at >= self.ladder.begun else []:
+            check_at = self.ladder.begun + timeouts.COLLECTIVE_CHECK_DELAY_S  # the user may have asked before
+            self.inspector.step(now, silent, math.inf if self.inspector.begun_at >= check_at else 0.0)
+            for rank in silent if self.inspector.begun_at >= check_at else []:
                 place = self.inspector.places.get(rank, Place())
                 if waits_in_collective(place.stacks, place.main):
                     self.ladder.waiting.add(rank)
             return
-        waiting = [rank.rank for rank in self.present if not rank.is_over]
-        returned = {rank.rank: rank.member.worker for rank in self.present if rank.done is not None}
-        may_be_abandoned = self.policy == SESSION and bool(waiting and returned) and not self.console.is_open
-        watches_stuck = self.phase == "running" and self._watches_stuck and not self.console.is_open
-        if watches_stuck and now >= self._observe_at:
-            self._observe_at = now + timeouts.STUCK_POLL_S
-            self._stuck.observe(now)
-        if not may_be_abandoned:
-            self._may_ask_at = now + timeouts.INSPECT_INTERVAL_S
-        interval = math.inf
-        if may_be_abandoned and now >= self._may_ask_at:
-            interval = timeouts.INSPECT_INTERVAL_S
-        elif watches_stuck and self._stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2:
-            interval = timeouts.STUCK_REPEAT_S
-        ranks = waiting if may_be_abandoned else self._stuck.running
-        if self.inspector.step(now, ranks, interval):
-            places = self.inspector.places
-            if may_be_abandoned and self._abandoned.found(
-                {rank: places.get(rank, Place()) for rank in waiting},
-                {rank: worker.collectives() for rank, worker in returned.items()},
-                now,
-            ):
-                self._abandonment = Abandoned(waiting[0], min(returned))
-            if watches_stuck:
-                try:
-                    self._stuck.judge(places, now)
-                except Exception:  # noqa: BLE001  # best effort: must never fail the task
-                    _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
-                    self._watches_stuck = False
-        if watches_stuck:
+        watches = self.phase == "running" and self._watches_stuck and not self.console.is_open
+        is_quiet = watches and self._stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2
+        interval = timeouts.STUCK_REPEAT_S if is_quiet else math.inf
+        has_answers = self.inspector.step(now, self._stuck.running, interval)
+        if not watches:
+            return
+        try:
+            if now >= self._observe_at:
+                self._observe_at = now + timeouts.STUCK_POLL_S
+                self._stuck.observe(now)
+            if has_answers:
+                self._stuck.judge(self.inspector.places, now)
             self._show_stuck()
+        except Exception:  # noqa: BLE001  # best effort: must never fail the task
+            _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
+            self._watches_stuck = False
 
     def _show_stuck(self) -> None:
         found = self._stuck.verdict
@@ -328,11 +306,10 @@ class Task:
             return None
         if now >= self._stop_at:
             return self._failure
-        if self._abandonment is not None:
-            return self._abandonment
         verdict = self._stuck.verdict
-        is_long = verdict is not None and self._stuck.quiet(now) >= timeouts.COLLECTIVE_TIMEOUT_S
-        return NoProgress(verdict) if verdict is not None and is_long else None
+        is_long = self._stuck.quiet(now) >= timeouts.COLLECTIVE_TIMEOUT_S
+        is_alone = verdict is not None and verdict.pair is not None and self.policy.keeps
+        return NoProgress(verdict) if verdict is not None and (is_long or is_alone) else None
 
     @property
     def stuck(self) -> StuckVerdict | None:
@@ -416,7 +393,7 @@ class Task:
         self._show_states()
         verdict = self.verdict()
         reason = self.ladder.reason if self.ladder is not None else None
-        pair = (reason.waiting, reason.returned) if isinstance(reason, Abandoned) else None
+        pair = reason.verdict.pair if isinstance(reason, NoProgress) else None
         if verdict.cause is not None and verdict.cause.kind == "collective":
             pair = verdict.cause.rank, verdict.cause.finished_rank
         if pair is not None:

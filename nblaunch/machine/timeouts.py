@@ -56,16 +56,12 @@ COLLECTIVE_ACK_TIMEOUT_S = 0.3
 """The same after a failure for a rank blocked in a collective: without its peer it never returns from C."""
 COLLECTIVE_CHECK_DELAY_S = 0.2
 """Without an acknowledgement after a failure before a rank is asked whether it waits in a collective."""
-ABANDONED_S = 5.0
-"""For kept ranks to wait in the same collectives, after others have left the task, before they are freed."""
 STUCK_POLL_S = 1.0
 """Between two looks at the collectives that ranks have begun."""
 STUCK_AFTER_S = 10.0
 """Without a new collective on any rank before the ranks are asked whether they wait."""
 STUCK_REPEAT_S = 5.0
 """Before waiting ranks are asked again."""
-INSPECT_INTERVAL_S = 1.0
-"""Between two questions to ranks where they are, while some may wait for others that have left the task."""
 FREE_DELAY_S = 0.5
 """After its interrupt before a kept rank that does not respond is freed from a collective."""
 FREE_AFTER_FAILURE_S = 0.1

@@ -382,6 +382,32 @@ def test_a_rank_in_a_collective_is_killed_soon_after_a_failure(scene: Scene) -> 
     assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
 
 
+def test_the_stop_asks_again_after_a_click_on_stacks(scene: Scene) -> None:
+    scene.run_all()
+    scene[0].stacks.answer = scene[1].stacks.answer = IN_PYTHON
+    scene[1].raises()
+    scene.step()
+    scene.step(timeouts.PEER_FAILURE_WAIT_S)
+    scene.commands.ask_stacks()
+    for _ in range(3):
+        scene.step(0.01)
+    assert "line 7, in train" in scene.view.texts[0]
+    scene[0].stacks.answer = IN_COLLECTIVE
+    for _ in range(3):
+        scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S)
+    assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
+
+
+def test_a_look_at_collectives_that_fails_stops_no_task(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(worker: FakeWorker) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(FakeWorker, "collectives", refuse)
+    scene.run_all()
+    scene.step(timeouts.STUCK_POLL_S)
+    assert scene.phase == "running"
+
+
 def test_a_rank_in_its_own_code_has_the_usual_time(scene: Scene) -> None:
     scene.run_all()
     scene[0].stacks.answer = IN_PYTHON
