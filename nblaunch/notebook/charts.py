@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 from typing import TypeVar
 
 from nblaunch.launch.output.metric_names import (
@@ -331,15 +333,10 @@ def stroke_beside(name: str) -> Stroke:
 def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:
     """Return the area between the lowest and the highest of all ranks, in columns."""
     found: dict[int, list[Point]] = {}
-    for points in ranks.values():
-        for x, y in filter(is_drawable, points):
-            share = (x - scale.x[0]) / (scale.x[1] - scale.x[0])
-            lowest, highest = found.setdefault(min(columns - 1, int(share * columns)), [(x, y), (x, y)])
-            if y < lowest[1]:
-                found[min(columns - 1, int(share * columns))][0] = (x, y)
-            elif y > highest[1]:
-                found[min(columns - 1, int(share * columns))][1] = (x, y)
-    lows, highs = ([found[column][side] for column in sorted(found)] for side in (0, 1))
+    for point in filter(is_drawable, itertools.chain.from_iterable(ranks.values())):
+        share = (point[0] - scale.x[0]) / (scale.x[1] - scale.x[0])
+        found.setdefault(min(columns - 1, int(share * columns)), []).append(point)
+    lows, highs = ([pick(found[at], key=itemgetter(1)) for at in sorted(found)] for pick in (min, max))
     corners = [f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in [*lows, *reversed(highs)]]
     return f'<path d="M{"L".join(corners)}Z" fill="{COLOURS[0]}" fill-opacity=".35"/>' if corners else ""
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
+from nblaunch.launch.output.metric_names import ChartPlan, direction, kind, number_of
 from nblaunch.launch.output.reports import Report
 from nblaunch.launch.result import LaunchResult, Metrics
 from nblaunch.notebook.charts import (
-    MEAN_COLOUR,
     Line,
     Point,
     Stroke,
@@ -23,10 +22,9 @@ from nblaunch.notebook.charts import (
     has_line,
     line_chart,
     line_of,
-    stroke_beside,
     summarise,
 )
-from nblaunch.notebook.record import BOX, DIM, card, in_rows, one_line
+from nblaunch.notebook.record import BOX, DIM, card, one_line
 
 if TYPE_CHECKING:
     import pandas
@@ -61,13 +59,9 @@ def compare(*runs: LaunchResult | pandas.DataFrame, **named: LaunchResult | pand
     labels = [*named]
     for at, run in enumerate(runs):
         name = run.name if isinstance(run, LaunchResult) else "DataFrame"
-        labels.insert(at, next(label for label in _numbered(name) if label not in labels))
+        numbered = (f"{name} {number}" for number in itertools.count(2))
+        labels.insert(at, next(label for label in itertools.chain([name], numbered) if label not in labels))
     return Comparison(dict(zip(labels, metrics, strict=True)))
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    yield from (f"{name} {number}" for number in itertools.count(2))
 
 
 def _metrics_of(argument: str, source: Any) -> Metrics:
@@ -100,25 +94,26 @@ class Comparison:
     """Several runs. A notebook shows charts and a table; elsewhere it is the table as text."""
 
     def __init__(self, runs: Mapping[str, Metrics]) -> None:
-        self._points: list[dict[str, dict[int, list[Point]]]] = [{} for _ in runs]
-        self._plan = ChartPlan()
-        for at, (metrics, reports) in enumerate(zip(self._points, runs.values(), strict=True)):
-            for report in reports:
+        self._points: dict[str, dict[str, dict[int, list[Point]]]] = {label: {} for label in runs}
+        plan = ChartPlan()
+        for label, metrics in self._points.items():
+            for report in runs[label]:
                 for name, value in report.values.items():
                     known = metrics.setdefault(name, {}).setdefault(report.rank, [])
                     known.append((float(len(known) if report.step is None else report.step), value))
-                    self._plan.add(name, known[-1][0], (at, report.rank))
+                    plan.add(name, known[-1][0], (label, report.rank))
+        self._names = [name for chart in plan.charts for name in chart.names]
         self._summaries: dict[str, dict[str, Summary]] = {}
         """Of each run, by its label."""
-        for metrics, (label, run) in zip(self._points, runs.items(), strict=True):
-            for name in self._plan.numbered & metrics.keys():
+        for label, metrics in self._points.items():
+            for name in plan.numbered & metrics.keys():
                 for known in metrics[name].values():
                     known[:] = [(float(number), y) for number, (_, y) in enumerate(known)]
             best = {
                 name: (float(best.step), math.nan if best.value is None else best.value)
-                for name, best in run.best.items()
+                for name, best in runs[label].best.items()
             }
-            groups = summarise(metrics, [[name] for name in metrics], best, self._plan.numbered)
+            groups = summarise(metrics, [[name] for name in metrics], best, plan.numbered)
             self._summaries[label] = {summary.name: summary for (summary,) in groups}
 
     def __repr__(self) -> str:
@@ -128,74 +123,48 @@ class Comparison:
         return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
-        names = (name for chart in self._plan.charts for name in chart.names)
-        return [[one_line(name, _MAX_NAME), *self._cells(name)] for name in names]
-
-    def _cells(self, name: str) -> list[str]:
-        """Return the values of a metric in each run: the last one, its difference to the first run's, the best one."""
-        summaries = [summaries.get(name) for summaries in self._summaries.values()]
-        first, cells = summaries[0], []
-        for summary in summaries:
-            if summary is None:
-                cells.append("–")
-                continue
-            change = ""
-            if first is not None and summary is not first:
-                change = f" ({_signed(name, summary.latest - first.latest)})"
-            cells.append(f"{summary.latest_text}{change}{summary.best_text and f', {summary.best_text}'}")
-        return cells
+        """Return the values of each metric in each run: the last one, its difference to the first run's, the best."""
+        rows = []
+        for name in self._names:
+            first, *others = (summaries.get(name) for summaries in self._summaries.values())
+            cells = [_cell(first, None), *(_cell(summary, first) for summary in others)]
+            rows.append([one_line(name, _MAX_NAME), *cells])
+        return rows
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record`."""
-        drawn = [chart for chart in self._plan.charts if any(self._lines(chart))][:_MAX_CHARTS]
-        content = in_rows([self._card(chart) for chart in drawn]) + self._table()
+        cards = list(itertools.islice(filter(None, map(self._card, self._names)), _MAX_CHARTS))
+        content = "".join(cards) + self._table()
         return {
             "text/plain": repr(self),
             "text/html": f'<div class="tex2jax_ignore mathjax_ignore" style="{BOX}">{content}</div>',
         }
 
-    def _lines(self, chart: Chart) -> list[Line]:
-        """Return the lines of a chart; none if no run has two steps of it."""
-        found = [
-            (number, points, summaries[name])
-            for name in chart.names
-            for number, (points, summaries) in enumerate(zip(self._points, self._summaries.values(), strict=True))
+    def _card(self, name: str) -> str:
+        """Return the chart of a metric; empty if no run has two steps of it."""
+        runs = [
+            (label, colour_of(number), self._points[label], summaries[name])
+            for number, (label, summaries) in enumerate(self._summaries.items())
             if name in summaries
         ]
-        if not any(has_line(points, [summary]) for _, points, summary in found):
-            return []
-        return [
-            Line(line_of(points, summary), _stroke(chart, summary.name, colour_of(number)), summary.ring)
-            for number, points, summary in found
-        ]
-
-    def _card(self, chart: Chart) -> str:
-        names = [
-            f'<span style="white-space:nowrap">{_stroke(chart, name).sample} <b>{_text(name)}</b>'
-            f"{' by report' * (name in self._plan.numbered)}</span>"
-            for name in chart.names
-        ]
-        labelled = self._summaries.items()
-        runs = [
-            f'<span style="color:{colour_of(number)};white-space:nowrap">━ {_text(label)}</span>'
-            for number, (label, summaries) in enumerate(labelled)
-            if not summaries.keys().isdisjoint(chart.names)
-        ]
-        said = "; ".join(
-            f"{name}: " + ", ".join(f"{label} {known[name].latest_text}" for label, known in labelled if name in known)
-            for name in chart.names
-        )
-        title = one_line(" and ".join(chart.names), _MAX_NAME)
-        drawn = line_chart(
+        if not any(has_line(points, [summary]) for _, _, points, summary in runs):
+            return ""
+        drawn = [Line(line_of(points, summary), Stroke(colour), summary.ring) for _, colour, points, summary in runs]
+        chart = line_chart(
             {},
             (),
-            title,
-            lines=self._lines(chart),
-            kind=chart.kind,
-            way=chart.direction,
+            one_line(name, _MAX_NAME),
+            lines=drawn,
+            kind=kind(name),
+            way=direction(name),
             most_points=_MAX_CHART_POINTS,
         )
-        return card([" ".join(names), " ".join(runs)], data_uri(drawn), f"chart of {_text(said, 600)}")
+        legend = " ".join(
+            f'<span style="color:{colour};white-space:nowrap">━ {_text(label)}</span>' for label, colour, _, _ in runs
+        )
+        said = ", ".join(f"{label} {summary.latest_text}" for label, _, _, summary in runs)
+        title = f"<b>{_text(name)}</b>{' by report' * runs[0][3].is_numbered}"
+        return card([title, legend], data_uri(chart), _text(f"chart of {name}: {said}", 600))
 
     def _table(self) -> str:
         heads = "".join(
@@ -215,15 +184,15 @@ class Comparison:
         )
 
 
-def _stroke(chart: Chart, name: str, colour: str = MEAN_COLOUR) -> Stroke:
-    """Return the stroke of a metric: dashes tell metrics apart, colours runs."""
-    is_like_first = family(name)[1] == family(chart.names[0])[1]
-    return Stroke(colour, "" if is_like_first else stroke_beside(name).dashes)
-
-
-def _signed(name: str, difference: float) -> str:
-    sign = "+" if difference >= 0 else "−"
-    return f"{sign}{number_of(name, float(f'{abs(difference):.3g}'))}" if math.isfinite(difference) else "–"
+def _cell(summary: Summary | None, first: Summary | None) -> str:
+    if summary is None:
+        return "–"
+    change = ""
+    if first is not None:
+        difference = summary.latest - first.latest
+        size = number_of(summary.name, float(f"{abs(difference):.3g}"))
+        change = f" ({'+' if difference >= 0 else '−'}{size})" if math.isfinite(difference) else " (–)"
+    return f"{summary.latest_text}{change}{summary.best_text and f', {summary.best_text}'}"
 
 
 def _text(text: str, most: int = _MAX_NAME) -> str:

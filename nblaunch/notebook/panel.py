@@ -193,8 +193,8 @@ class PanelView(View):
         puts the live panel in the record's place. In JupyterLab it does so from the start, and keeps the record in the
         notebook current: see ``static/record.js``.
         """
-        record = self._record()
-        bundle: dict[str, Any] = {"text/plain": as_text(record), "text/html": as_html(record)}
+        html = as_html(self._record())
+        bundle: dict[str, Any] = {"text/plain": as_text(html), "text/html": html}
         metadata: dict[str, Any] = {}
         if self._widget is not None and not self._over.is_set():
             shown, metadata = self._widget._repr_mimebundle_()  # in Colab: where its page gets a widget manager
@@ -332,7 +332,8 @@ class PanelView(View):
         if widget is None:
             return
         if record is not None:
-            content = to_content(RecordText(html=as_html(record), text=as_text(record)))
+            html = as_html(record)
+            content = to_content(RecordText(html=html, text=as_text(html)))
             widget.send(content)
             self._credit -= len(json.dumps(content))
         if snapshot is not None:

@@ -7,13 +7,12 @@ pages. Where a page drops all styles, as GitHub does, the words suffice.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape, unescape
 
 from nblaunch.launch.output.metric_names import direction, kind, number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, colour_codes, coloured_runs, without_colours
@@ -72,9 +71,7 @@ _MAX_TAIL_LINES = 20
 _MAX_FIRST_LINES, _MAX_LAST_LINES = 100, 300
 """Lines of a traceback or output that are read."""
 
-# Of the text.
 _MAX_TEXT_BYTES = 8000
-_MAX_TEXT_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +127,9 @@ class Record:
     """The page's script shows the live panel in place of the record with this id."""
     outputs: Sequence[RankOutputs] = ()
 
-    def heading(self) -> list[str]:
-        """Return the facts that follow the state."""
-        _, _, preposition = _STATES.get(self.state, ("", "", "after"))
-        facts = [f"{preposition} {duration_text(self.seconds)}", self.ranks, one_line(self.device, 100)]
-        return list(filter(None, facts))
-
     def summaries(self) -> list[list[Summary]]:
         """Return the metrics in numbers, those of each chart together."""
         return summarise(self.metrics, self.charts, self.best, self.numbered)
-
-    def shown_tails(self, most: int) -> list[RankTail]:
-        """Return at most `most` tails by rank, that of the failed rank first."""
-        failed = self.failure.rank if self.failure else -1
-        return sorted(self.tails, key=lambda tail: (tail.rank != failed, tail.rank))[:most]
 
 
 def record_of(
@@ -231,7 +217,7 @@ def as_html(record: Record) -> str:
     """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
     groups = record.summaries()
     message = f'<div style="margin-top:6px;white-space:pre-wrap">{_text(record.message, 1000)}</div>'
-    notes = (re.sub("`([^`]+)`", r"<code>\1</code>", _text(note, 200)) for note in record.notes[-5:])
+    notes = (re.sub("`([^`]+)`", r"<code>\1</code>", _text(note, 300)) for note in record.notes[-5:])
     log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
     parts = [
         _header(record),
@@ -249,15 +235,16 @@ def as_html(record: Record) -> str:
 
 
 def _header(record: Record) -> str:
-    mark, colour, _ = _STATES.get(record.state, ("", COLOURS[0], ""))
+    mark, colour, preposition = _STATES.get(record.state, ("", COLOURS[0], "after"))
     try:
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
     except (OverflowError, ValueError, OSError):  # not a time
         at = ""
-    facts = [*record.heading(), *([at if record.ended_at else f"as of {at}"] if at else [])]
+    facts = [f"{preposition} {duration_text(record.seconds)}", record.ranks, one_line(record.device, 100)]
+    facts += [at if record.ended_at else f"as of {at}"] if at else []
     return (
         f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="color:{colour}">{mark} '
-        f'{_text(record.state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, facts))}</span></div>'
+        f'{_text(record.state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, filter(None, facts)))}</span></div>'
     )
 
 
@@ -291,15 +278,11 @@ def _outputs(ranks: Sequence[RankOutputs]) -> str:
     for outputs in ranks:
         shown = "".join(f'<div style="margin:6px 0;overflow-x:auto">{_output(each)}</div>' for each in outputs.contents)
         if outputs.left_out:
-            shown += f'<div style="{DIM}">{_left_out(outputs.left_out)}</div>'
+            shown += f'<div style="{DIM}">{counted(outputs.left_out, "output")} left out</div>'
         count = counted(len(outputs.contents) + outputs.left_out, "output")
         title = f'<b>rank {outputs.rank}</b> <span style="{DIM}">{count}</span>'
         parts.append(_folded(title, shown, is_open=outputs.rank == 0 or len(ranks) == 1))
     return "".join(parts)
-
-
-def _left_out(count: int) -> str:
-    return f"{counted(count, 'output')} left out"
 
 
 def _output(content: OutputContent) -> str:
@@ -314,19 +297,18 @@ def _output(content: OutputContent) -> str:
 
 
 def _tails(record: Record) -> str:
-    shown = record.shown_tails(_MAX_RANKS)
-    if not shown:
+    if not record.tails:
         return ""
+    failed_rank = record.failure.rank if record.failure else -1
+    shown = sorted(record.tails, key=lambda tail: (tail.rank != failed_rank, tail.rank))[:_MAX_RANKS]
     is_few = len(shown) <= MAX_LINES
-    has_failed = [record.failure is not None and record.failure.rank == tail.rank for tail in shown]
     parts = [
-        _tail(tail, len(shown), is_open=failed or len(shown) == 1, preview=is_few)
-        for tail, failed in zip(shown, has_failed, strict=True)
+        _tail(tail, len(shown), is_open=tail.rank == failed_rank or len(shown) == 1, preview=is_few) for tail in shown
     ]
     if len(record.tails) > len(shown):
         parts.append(f"<div>and {len(record.tails) - len(shown)} more ranks</div>")
     if not is_few:
-        first = sum(has_failed)
+        first = int(shown[0].rank == failed_rank)
         title = f"the last lines of {counted(len(shown) - first, 'rank')}"
         parts[first:] = [_folded(title, "".join(parts[first:]))]
     return f'<div style="margin-top:10px">{"".join(parts)}</div>'
@@ -346,7 +328,7 @@ def _tail(tail: RankTail, ranks: int, *, is_open: bool, preview: bool) -> str:
     if not (before or lines):
         return f'<div><b>rank {tail.rank}</b> <span style="{DIM}">printed nothing</span></div>'
     last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
-    preview_text = f' <span style="{MONO};{DIM}">{_text(last, 80)}</span>' if last else ""
+    preview_text = f' <code style="{DIM}">{_text(last, 80)}</code>' if last else ""
     title = f"<b>rank {tail.rank}</b>{preview_text}"
     return _folded(title, f'<pre style="{PRE}">{before}{lines}</pre>', is_open=is_open)
 
@@ -365,7 +347,7 @@ def _metrics(record: Record, groups: Sequence[Sequence[Summary]]) -> str:
     rest = [f"<div>{_numbers(summary)}</div>" for group in shown if group not in drawn for summary in group]
     more = len(groups) - len(shown)
     note = [f"<div>and {counted(more, 'more metric')}</div>"] if more else []
-    return "".join([in_rows(cards), *rest, *note])
+    return "".join([*cards, *rest, *note])
 
 
 def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
@@ -399,13 +381,6 @@ def card(lines: Iterable[str], image: str, alt: str) -> str:
     size = 'width="340" height="150" style="display:block;max-width:100%;height:auto"'
     picture = f'<img src="{image}" alt="{alt}" {size}>'
     return f'<div style="{style}">{"".join(f"<div>{line}</div>" for line in lines)}{picture}</div>'
-
-
-def in_rows(cards: Sequence[str]) -> str:
-    """Return cards in even rows of at most three: four in two rows of two."""
-    count = -(-len(cards) // 3)
-    ends = [-(-len(cards) * number // count) for number in range(count + 1)] if count else []
-    return "".join(f"<div>{''.join(cards[begin:end])}</div>" for begin, end in itertools.pairwise(ends))
 
 
 def _numbers(summary: Summary, stroke: Stroke | None = None, *, has_legend: bool = False) -> str:
@@ -465,10 +440,7 @@ def _table(summaries: Sequence[Summary]) -> str:
 
 
 # ------------------------------------------------------------------ colours of a terminal
-_PALETTE = (
-    (110, 110, 110), (201, 68, 58), (46, 138, 79), (156, 118, 16), (63, 120, 214), (168, 84, 184), (24, 136, 150),
-    (128, 128, 128),
-)  # fmt: skip
+_PALETTE = ("#6e6e6e", "#c9443a", "#2e8a4f", "#9c7610", "#3f78d6", "#a854b8", "#188896", "#808080")
 """Black to white as mid-tones, legible on white and on black."""
 _FONTS = {1: "font-weight:bold", 2: DIM, 3: "font-style:italic", 4: "text-decoration:underline"}
 
@@ -497,98 +469,48 @@ def _coloured(line: str, characters: int) -> str:
 
 def _css(parameters: str) -> str:
     """Return the CSS of SGR parameters (ECMA-48, 8.3.117, and xterm's colours)."""
-    fonts, colours = [], dict[str, tuple[int, int, int]]()
+    fonts, colours = [], dict[str, str]()
     for code in colour_codes(parameters):
         number, *more = code
         where = "color" if number < 40 or 90 <= number <= 97 else "background"
         if number in _FONTS:
             fonts.append(_FONTS[number])
         elif number in (38, 48):
-            if colour := _extended(more):
-                colours[where] = _mid_tone(colour)
+            colours[where] = _PALETTE[_nearest(more)]
         elif 30 <= number <= 47 or 90 <= number <= 107:
             colours[where] = _PALETTE[number % 10 % 8]
-    styles = [f"{name}:#{red:02x}{green:02x}{blue:02x}" for name, (red, green, blue) in colours.items()]
     if "background" in colours:
-        styles = ["color:#fff", *(style for style in styles if not style.startswith("color:"))]
-    return ";".join([*fonts, *styles])
+        colours["color"] = "#fff"
+    return ";".join([*fonts, *(f"{name}:{colour}" for name, colour in sorted(colours.items(), reverse=True))])
 
 
-def _extended(code: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return the colour of what follows 38 or 48; None if it is none."""
+def _nearest(code: Sequence[int]) -> int:
+    """Return the place in the palette of what follows 38 or 48, by its hue; that of grey if it is no colour."""
     match code:
-        case [2, red, green, blue, *_]:
-            return min(255, red), min(255, green), min(255, blue)
         case [5, index, *_] if index < 16:
-            return _PALETTE[index % 8]
-        case [5, index, *_] if index >= 232:
-            return (min(255, 8 + 10 * (index - 232)),) * 3
-        case [5, index, *_]:
-            parts = (index - 16) // 36, (index - 16) // 6 % 6, (index - 16) % 6
-            red, green, blue = (55 + 40 * part if part else 0 for part in parts)
-            return red, green, blue
-    return None
-
-
-def _mid_tone(colour: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the colour, darker or lighter as legibility on white and black needs: WCAG contrast 3 to both."""
-    parts = [(part / 255) ** 2.2 for part in colour]
-    light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
-    if light > 0.3:
-        parts = [part * 0.3 / light for part in parts]
-    elif light < 0.12:
-        parts = [part + (1 - part) * (0.12 - light) / (1 - light) for part in parts]
-    red, green, blue = (round(255 * part ** (1 / 2.2)) for part in parts)
-    return red, green, blue
+            return index % 8
+        case [5, index, *_] if index < 232:
+            parts = [(index - 16) // 36, (index - 16) // 6 % 6, (index - 16) % 6]
+        case [2, red, green, blue, *_]:
+            parts = [red, green, blue]
+        case _:
+            return 7
+    return sum((2 * part > max(parts)) << bit for bit, part in enumerate(parts))
 
 
 # ------------------------------------------------------------------ text
-def as_text(record: Record) -> str:
-    """Return the record as at most 8 KB of text, for terminals and pages without HTML."""
-    summaries = [summary for group in record.summaries() for summary in group]
-    name, state = one_line(record.name, 200), one_line(record.state, 40)
-    lines = [f"{name}: {state} {' · '.join(record.heading())}"]
-    lines += _failure_text(record.failure) if record.failure else plain(record.message, 500).splitlines()
-    lines += [one_line(note, 300) for note in record.notes[-3:]]
-    for outputs in record.outputs[:_MAX_TEXT_RANKS]:
-        texts = (content.body if content.kind == "text" else content.text for content in outputs.contents)
-        shown = [line for text in texts for line in _without_middle(text[:2000].splitlines(), 5, 10)]
-        shown += [_left_out(outputs.left_out)] if outputs.left_out else []
-        shown = [clean(without_colours(line[:200])) for line in _without_middle(shown, 5, 15)]
-        lines += [f"[rank {outputs.rank}] {line}" for line in shown]
-    lines += [_metric_text(summary) for summary in summaries[:_MAX_METRICS]]
-    if len(summaries) > _MAX_METRICS:
-        lines.append(f"and {len(summaries) - _MAX_METRICS} more metrics")
-    tails = record.shown_tails(_MAX_TEXT_RANKS)
-    most, width = (5, 500) if len(tails) <= 4 else (2, 100)
-    for tail in tails:
-        for line in _terminal_lines([line for line in tail.lines if line.strip()][-most:]):
-            lines.append(f"[rank {tail.rank}] {clean(without_colours(line))[:width]}")
-    lines += [f"logs: {one_line(record.log_dir, 300)}"] if record.log_dir else []
+_PICTURE = re.compile(r'<img [^>]*alt="(?!chart of)([^"]+)"[^>]*>')
+_PREVIEW = re.compile("<code[^>]*>[^<]*</code></summary>")
+_LINE_END = re.compile(r"<br>|</(?:div|summary|pre|tr|p|li|h\d)>")
+_CELL_END = re.compile("</t[dh]>")
+_TAG = re.compile("<[^>]*>")
+
+
+def as_text(html: str) -> str:
+    """Return a record's HTML as at most 8 KB of text, for terminals and pages without HTML."""
+    for pattern, text in ((_PICTURE, r"\1"), (_PREVIEW, "\n"), (_LINE_END, "\n"), (_CELL_END, " "), (_TAG, "")):
+        html = pattern.sub(text, html)
     excerpt = Excerpt(_MAX_TEXT_BYTES // 2, _MAX_TEXT_BYTES // 2)
-    for line in lines:
-        excerpt.add(line)
+    for line in filter(str.strip, clean(unescape(html)).splitlines()):
+        excerpt.add(line[:500].rstrip())
     return excerpt.text("…").rstrip()
-
-
-def _failure_text(failure: Failure) -> list[str]:
-    lines = [one_line(failure.headline, 600), *plain(failure.details, 900).splitlines()]
-    if failure.where or failure.source:
-        lines.append("  " + one_line(": ".join(filter(None, (failure.where, failure.source))), 250))
-    if failure.traceback.strip():
-        traceback = _without_middle(failure.traceback.rstrip().splitlines(), 6, 16)
-        lines += ["", *(f"  {clean(without_colours(line[:200]))}" for line in traceback)]
-    if failure.others:
-        lines += ["then, on other ranks:", *(f"  {one_line(other, 100)}" for other in failure.others[:_MAX_OTHERS])]
-    return [*lines, ""]
-
-
-def _metric_text(summary: Summary) -> str:
-    best = f" ({summary.best_text})" if summary.best_text else ""
-    ranks = ""
-    if summary.differs:
-        shown = itertools.islice(summary.by_rank.items(), _MAX_OTHERS)
-        values = ", ".join(f"{rank}: {number_of(summary.name, value)}" for rank, value in shown)
-        more = ", …" * (len(summary.by_rank) > _MAX_OTHERS)
-        ranks = f", mean of {len(summary.by_rank)} ranks; rank {values}{more}"
-    return f"{one_line(summary.name, 80)} {summary.latest_text}{best}{ranks}"

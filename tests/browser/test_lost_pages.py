@@ -72,12 +72,12 @@ def test_a_page_reloaded_meanwhile_saves_the_whole_record(fresh_lab: Lab) -> Non
     lab.log_says("step 30")
     (output,) = _outputs(lab)
     assert WIDGET not in output.data
-    assert output.data["text/plain"].startswith("train: running for")
+    assert output.data["text/plain"].startswith("train … running for")
     lab.page.reload()
     lab.log_says("step 30")
     (lab.folder / "reloaded.go").touch()
     _is_whole(lab)
-    eventually(lambda: "train: finished in" in _outputs(lab)[0].data["text/plain"])
+    eventually(lambda: "train ✓ finished in" in _outputs(lab)[0].data["text/plain"])
     assert "loss 0.01667" in _outputs(lab)[0].data["text/plain"]
     html, _ = HTMLExporter().from_filename(str(lab.folder / SHARED))
     assert "the last line" in html

@@ -64,8 +64,8 @@ def test_a_short_launch_shows_its_outputs_in_the_record_alone(page: Page) -> Non
     assert "script" not in html
     assert html.count("# head") == 2
     assert html.count("<i>own</i>") == 1  # rank 0's value is the cell's
-    assert "[rank 1] own" in text
-    assert "[rank 1]    loss" in text
+    assert "\nown\n" in text
+    assert text.count("loss") == 2
 
 
 def test_figures_that_are_open_at_the_end_of_a_cell_are_shown(page: Page) -> None:

@@ -51,7 +51,7 @@ def test_without_a_page_the_notebook_gets_the_record_at_once(executed: tuple[Not
     assert seconds < 60
     bundle = _bundle(notebook)
     assert WIDGET not in bundle
-    assert bundle["text/plain"].startswith("train: finished in")
+    assert bundle["text/plain"].startswith("train ✓ finished in")
     assert "accuracy 0.9667" in bundle["text/plain"]
     assert "&lt;b&gt;step&lt;/b&gt; 29" in bundle["text/html"]
     assert "data:image/svg+xml" in bundle["text/html"]
@@ -80,4 +80,4 @@ def test_papermill_keeps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "trains.ipynb"
     write_notebook(path, TRAINS)
     notebook = papermill.execute_notebook(str(path), str(path.with_name("out.ipynb")), progress_bar=False)
-    assert _bundle(notebook)["text/plain"].startswith("train: finished in")
+    assert _bundle(notebook)["text/plain"].startswith("train ✓ finished in")
