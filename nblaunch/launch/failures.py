@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from nblaunch.engines.protocol import Log
@@ -26,7 +27,7 @@ from nblaunch.errors import (
     add_note,
     text_of,
 )
-from nblaunch.launch import cell_changes
+from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.terminal_lines import last_lines
@@ -36,7 +37,7 @@ from nblaunch.launch.verdict import Cause
 from nblaunch.launch.views import Failure, Stream
 from nblaunch.machine.limits import advice_on_threads
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
-from nblaunch.transfer import pickling
+from nblaunch.transfer import cell_effects, pickling
 from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
@@ -129,9 +130,8 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
         add_note(error, failed.advice)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
-    if unsent := unsent_name(failed, account.sources) or cell_changes.explain(
-        failed, host().cells(), host().notebook_names() or {}
-    ):
+    names = host().notebook_names() or {}
+    if unsent := unsent_name(failed, account.sources) or unsent_attribute(failed, host().cells(), names):
         add_note(error, unsent)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
@@ -158,6 +158,22 @@ def unsent_name(failed: Failed, sources: Mapping[str, Source]) -> str:
         f"The notebook has `{name}`, but did not send it: only names that the code mentions are sent. Mention "
         f"`{name}` in the function or cell, or pass its value as an argument."
     )
+
+
+def unsent_attribute(failed: Failed, cells: Sequence[CellSource], namespace: Mapping[str, Any]) -> str:
+    """Return a note if an error names what a cell has set on a module or class, and what cannot be sent."""
+    words = set(re.findall(r"\w+", failed.text[:_MAX_DETAILS]))
+    set_in_ranks = cell_effects.attributes_set_in([cell.python for cell in cells], namespace).items()
+    words -= {name for (_, _, name), value in set_in_ranks if value is not cell_effects.AS_IMPORTED}
+    for cell in reversed(cells):
+        for path in cell_effects.effects_of(cell.python).attributes:
+            owner, *_, name = path.split(".")
+            if name in words and isinstance(namespace.get(owner), (type, ModuleType)):
+                return (
+                    f"{cell.label} adds `{name}` to a module or class of the notebook. Ranks import modules "
+                    "themselves, without it: add it in the function, too, or in a file that the notebook imports."
+                )
+    return ""
 
 
 def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedError:

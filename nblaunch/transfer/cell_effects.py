@@ -47,7 +47,7 @@ def imported_in(cells: Iterable[str]) -> dict[str, bool]:
 def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dict[Attribute, Any]:
     """Return the attributes of modules and their classes that these cells have set, with their values of now.
 
-    What cannot be sent is left out. An error that names it says so: see `nblaunch.launch.cell_changes`.
+    What cannot be sent is left out. An error that names it says so: see `nblaunch.launch.failures`.
     """
     found: dict[Attribute, Any] = {}
     for target in dict.fromkeys(target for cell in cells for target in effects_of(cell).attributes):
