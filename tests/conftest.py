@@ -77,7 +77,7 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits SIG_IGN, and so would ranks
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
-    os.environ["NBLAUNCH_PRELOAD"] = "0"  # or each test would have packages imported for the next
+    os.environ["NBLAUNCH_PRELOAD"] = "0"  # importing ahead takes 5 s of a core for each server
     resource_tracker.ensure_running()  # ranks use it, and it stays
     eventually(lambda: resource_tracker._resource_tracker._pid in marked_processes())  # type: ignore[attr-defined]
     multiprocessing.util.get_temp_dir()  # forked workers use it too; a folder of their own is left if they are killed

@@ -656,10 +656,11 @@ class Servers:
         old = rich[0] if rich else self._best(last)  # also if a file of the notebook hides what it has
         if old is None or (old.hello is not None and old.hello.problem):
             return None
+        soon = _SOON if os.environ.get("NBLAUNCH_PRELOAD") != "0" else ()
         packages = self._wanted() if self._last else []
         if old.is_plain and not all(server.is_plain for server in self._servers) and not last.is_like(self._last[0]):
             packages = []  # a sweep over environments would build one after every launch
-        ahead = [name for name in (*_SOON, *packages) if package_of(name) not in self._left_out]
+        ahead = [name for name in (*soon, *packages) if package_of(name) not in self._left_out]
         kept = [name for name in old.ahead if package_of(name) not in self._left_out]
         missing = set(map(package_of, ahead)) - set(map(package_of, old.ahead))  # libraries import more of their own
         missing |= self._named.keys() & set(ahead) - set(old.ahead)

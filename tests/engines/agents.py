@@ -22,7 +22,6 @@ AGENT = f"""
 from nblaunch.engines import fork_servers
 fork_servers._OWN_ENVIRONMENT["{MARK}"] = ""  # as the agent: the ranks' environment has it
 fork_servers._PRELOAD += ("pytest",)  # each rank imports a test file
-fork_servers._SOON = ()  # and has no optimizer
 from nblaunch.engines.agent import main
 main()
 """

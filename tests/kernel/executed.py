@@ -57,6 +57,7 @@ def execute(
     """
     if (engine, name) not in _executed:
         monkeypatch.setenv("NBLAUNCH_NOTEBOOK_ENGINE", engine)
+        monkeypatch.delenv("NBLAUNCH_PRELOAD")  # each launch trains
         monkeypatch.setenv("NBLAUNCH_QUICKSTART_DATA", "digits")  # the same images with and without a network
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it for an optimiser
         monkeypatch.setenv("HF_HOME", str(folder / "huggingface"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nblaunch import notebook_launcher
+from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.local import serve_store
 from tests.conftest import settled_server
@@ -28,12 +29,11 @@ def _libuv_met() -> None:
 
 @pytest.fixture(scope="module")
 def imported_ahead(_marked: None) -> None:
-    """Wait for the fork server that has what an optimizer imports, for files whose ranks train.
-
-    It is built once no launch has started for a while, and that is never where one test follows another. Each rank
-    would import for itself what takes it a second.
-    """
-    settled_server()
+    """Have a fork server with what an optimizer imports, for files whose ranks train: that takes each rank a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NBLAUNCH_PRELOAD")
+        patch.setattr(fork_servers, "KNOWN_SAFE", frozenset())  # and nothing else
+        settled_server()
 
 
 @pytest.fixture

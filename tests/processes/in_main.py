@@ -31,7 +31,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.engines import fork_servers
 from nblaunch.training import Accelerator
 from tests.conftest import LONG
 
@@ -499,7 +498,6 @@ AT_HOME: tuple[Callable[..., None], ...] = (
 
 
 def main(start_method: str, *names: str) -> None:
-    fork_servers._SOON = ()  # no rank has an optimizer
     ranks = 1 if start_method == "spawn" else 2
     options: dict[str, Any] = {"num_processes": ranks, "start_method": start_method, "view": "none"}
     if start_method == "fork":

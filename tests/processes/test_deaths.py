@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
-from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import RankDiedError, RankLostError
 from tests.conftest import LONG, conformance, eventually, present_server, settled_server
@@ -110,12 +109,6 @@ class Family:
 
     def living(self) -> list[str]:
         return [name for name, pid in self.pids().items() if alive(pid)]
-
-
-@pytest.fixture(autouse=True)
-def _no_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import nothing ahead for them: nearly each test starts a fork server, and waits until none is being built."""
-    monkeypatch.setattr(fork_servers, "_SOON", ())
 
 
 @pytest.fixture

@@ -20,17 +20,10 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nblaunch import notebook_launcher
-from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import ForkServer, Where, servers
 from nblaunch.machine.limits import usable_cpus
 from tests.conftest import conformance, eventually, marked_processes, present_server, settled_server
 from tests.processes.conftest import Launcher
-
-
-@pytest.fixture(autouse=True)
-def _imported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no server import what takes long: each environment has servers of its own."""
-    monkeypatch.setattr(fork_servers, "_SOON", ())
 
 
 # ------------------------------------------------------------------ what ranks run

@@ -35,10 +35,9 @@ IN_ITS_IMPORT = {
 
 
 @pytest.fixture(autouse=True)
-def _no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no server of this process begin while a test looks which there are, and none import what takes long."""
+def _no_others() -> None:
+    """Have no server of this process begin while a test looks which there are."""
     settled_server()
-    monkeypatch.setattr(fork_servers, "_SOON", ())
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     servers = Servers()
     monkeypatch.setattr("nblaunch.engines.local.servers", servers)
     monkeypatch.setattr(fork_servers, "BUILD_QUIET_S", 0.1)
+    monkeypatch.delenv("NBLAUNCH_PRELOAD")
+    monkeypatch.setattr(fork_servers, "KNOWN_SAFE", set())
     yield servers
     servers.stop()
     eventually(lambda: servers._builder is None)
@@ -215,7 +217,6 @@ def be_a_kernel(stage: str, folder: str) -> None:
     sys.path.insert(0, str(site))
     servers = fork_servers.servers
     fork_servers.BUILD_QUIET_S = 0.0
-    fork_servers._SOON = ()
     servers.warm_up()
     servers.preload(["hangs" if stage == STAGES[0] else "fine"], Where.here())
     if stage == STAGES[0]:
