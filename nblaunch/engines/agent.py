@@ -47,10 +47,9 @@ from nblaunch.engines.link import (
 )
 from nblaunch.engines.local import LocalEngine, LocalWorker, LocalWorkers
 from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Received, Sampler
-from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
-from nblaunch.machine.own_code import digest_of
+from nblaunch.machine.own_code import OwnFile, digest_of
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.wire import AGENT_FOLDER, BELOW_AGENT, launch_files
 from nblaunch.wire.launch_files import rank_file
@@ -59,21 +58,17 @@ from nblaunch.wire.link_messages import (
     BlobPart,
     Boot,
     Call,
-    Closed,
     Drop,
-    Files,
     FromGroup,
     FromRank,
     Joined,
     Leaving,
-    NeedFiles,
-    Observed,
+    ModuleFile,
     Part,
     Place,
     Placed,
     Preload,
     Release,
-    Stacks,
     Written,
     in_other_clock,
 )
@@ -216,50 +211,19 @@ class AgentFiles:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-class OwnModules:
-    """The user's own modules on this node: those that it lacks or has otherwise come from the notebook's machine.
+def lay_out(modules: Sequence[OwnFile], contents: Mapping[bytes, bytes], root: Path) -> list[str]:
+    """Write the user's own modules that this node lacks or has otherwise into `root`; return what finds them there.
 
-    Threads that place groups wait here; `ask` asks the kernel for files.
+    Of a package that differs, all files are those of the notebook's machine.
     """
-
-    def __init__(self, ask: Callable[[NeedFiles], None]) -> None:
-        self._ask = ask
-        self._contents: dict[bytes, bytes] = {}
-        """Files by digest."""
-        self._awaited: dict[str, queue.SimpleQueue[Files]] = {}
-        """By group: where a thread waits."""
-
-    def path_for(self, message: Place, root: Path) -> list[str]:
-        """Return what comes first in the ranks' ``sys.path``: `root`, with the modules that differ here.
-
-        Of a package that differs, all files are taken from the notebook's machine. StartError: it does not send them.
-        """
-        differing = {file.package for file in message.modules if digest_of(file.path) != file.digest}
-        wanted = [file for file in message.modules if file.package in differing]
-        lacking = {file.digest for file in wanted} - self._contents.keys()
-        if lacking:
-            arrived = self._awaited[message.group] = queue.SimpleQueue()
-            self._ask(NeedFiles(message.group, sorted(lacking)))
-            try:
-                self._contents.update(arrived.get(timeout=timeouts.PROGRAM_TIMEOUT_S).contents)
-            except queue.Empty:
-                raise StartError(
-                    f"the notebook's own modules have not come within {timeouts.PROGRAM_TIMEOUT_S:.0f} s: is the link "
-                    "slow? Launch again"
-                ) from None
-            finally:
-                del self._awaited[message.group]
-        for file in wanted:
-            path = root / file.name
-            if file.digest in self._contents and root in path.resolve().parents:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(self._contents[file.digest])
-        return [str(root)] if wanted else []
-
-    def take(self, message: Files) -> None:
-        arrived = self._awaited.get(message.group)
-        if arrived is not None:
-            arrived.put(message)
+    differing = {file.package for file in modules if digest_of(file.path) != file.digest}
+    wanted = [file for file in modules if file.package in differing]
+    for file in wanted:
+        path = root / file.name
+        if file.digest in contents and root in path.resolve().parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(contents[file.digest])
+    return [str(root)] if wanted else []
 
 
 # ------------------------------------------------------------------ the ranks of a group
@@ -287,8 +251,7 @@ class AgentGroup:
         """Ranks whose files wait in the lane."""
         self._sampler: Sampler | None = None
         self._observe_at = self._measure_at = 0.0
-        self._dropped: dict[int, Dropped] = {}
-        self._collectives: dict[int, Sequence[Begun]] = {}
+        self._observed: tuple[dict[int, Dropped], dict[int, Sequence[Begun]]] = {}, {}
         self._blobs_made = 0
 
     # -------------------------------------------------------------- from the kernel
@@ -338,22 +301,22 @@ class AgentGroup:
             self._sampler.close()
         self._sampler = self.workers.sampler(device, os.environ) if device else None
 
-    def lose_blob(self, key: str, reason: str) -> None:
-        """Refuse the tasks that wait for a blob, which cannot be kept here."""
-        if any(blob.key == key for _, parcel in self._waiting for blob in parcel):
-            self._waiting.clear()
-            self._refuse(reason)
-
     def hand_out(self) -> None:
-        """Send the tasks whose blobs have arrived."""
+        """Send the tasks whose blobs have arrived; refuse those whose blobs cannot be kept here."""
         try:
             self._hand_out()
         except Exception as error:  # noqa: BLE001  # as in `call`
             self._refuse(str(error) or repr(error))
 
     def _hand_out(self) -> None:
-        while self._waiting and all(blob.key in self._blobs for blob in self._waiting[0][1]):
-            sent, parcel = self._waiting.pop(0)
+        while self._waiting:
+            sent, parcel = self._waiting[0]
+            if lost := [self._blobs.lost[blob.key] for blob in parcel if blob.key in self._blobs.lost]:
+                self._waiting.clear()
+                raise OSError(f"{socket.gethostname()} cannot keep the data: {lost[0]}")
+            if not all(blob.key in self._blobs for blob in parcel):
+                return
+            del self._waiting[0]
             tasks = [
                 replace(task, log_dir=str(self._files.directory(task.log_dir)) if task.log_dir else "") for task in sent
             ]
@@ -374,7 +337,7 @@ class AgentGroup:
         for rank, worker in self._by_rank.items():
             if not (worker.is_open or worker.has_exited or rank in self._closed):
                 self._closed.add(rank)
-                self._send([(Closed(self.group, rank), ())])
+                self._tell("closed", rank)
         new = [rank for rank in self._ranks if rank not in self._is_reading and self._files.has_new(rank)]
         if new:
             self._is_reading.update(new)
@@ -390,6 +353,9 @@ class AgentGroup:
     def _send(self, messages: Iterable[Message], *, at_once: bool = False) -> None:
         self._outbox.put_in(self.group, messages, goes_first=at_once)
 
+    def _tell(self, method: str, *arguments: object, at_once: bool = False) -> None:
+        self._send([(Call(self.group, method, arguments), ())], at_once=at_once)
+
     def _send_event(self, event: Event) -> None:
         if isinstance(event, Received):
             is_end = isinstance(event.message, (Done, Failed))
@@ -400,13 +366,8 @@ class AgentGroup:
             self._send(messages, at_once=not is_end)
             return
         if isinstance(event, LostDescriptors):
-            lost = FromRank(
-                self.group,
-                event.rank,
-                in_other_clock(event.message),
-                lost=event.error.strerror or str(event.error),
-            )
-            self._send([(lost, ())])
+            reason = event.error.strerror or str(event.error)
+            self._send([(FromRank(self.group, event.rank, in_other_clock(event.message), lost=reason), ())])
             return
         if isinstance(event, (RankExited, Swept, Lost)):
             ended = [event.rank] if isinstance(event, RankExited) else self._ranks
@@ -431,10 +392,10 @@ class AgentGroup:
             stacks = self._by_rank[rank].stacks
             if stacks.is_ready and rank not in self._known_stacks:
                 self._known_stacks.add(rank)
-                self._send([(Stacks(self.group, rank, stacks.main), ())], at_once=True)
+                self._tell("stacks", rank, stacks.main, None, at_once=True)
             if stacks.look(now):
                 self._asked.discard(rank)
-                self._send([(Stacks(self.group, rank, stacks.main, stacks.dump), ())], at_once=True)
+                self._tell("stacks", rank, stacks.main, stacks.dump, at_once=True)
 
     # -------------------------------------------------------------- what is measured
     def _observe(self, now: float) -> None:
@@ -444,19 +405,10 @@ class AgentGroup:
         if self._sampler is not None and now >= self._measure_at:
             self._measure_at = now + timeouts.RESOURCE_SAMPLE_INTERVAL_S
             usage = self._sampler.sample(self._ranks)
-        changed = Observed(
-            self.group,
-            {rank: each for rank, each in dropped.items() if each != self._dropped.get(rank, Dropped())},
-            {
-                rank: list(map(in_other_clock, each))
-                for rank, each in begun.items()
-                if list(each) != list(self._collectives.get(rank, ()))
-            },
-            usage,
-        )
-        self._dropped, self._collectives = dropped, begun
-        if changed.dropped or changed.collectives or usage is not None:
-            self._send([(changed, ())], at_once=True)
+        if (dropped, begun) != self._observed or usage is not None:
+            self._observed = dropped, begun
+            aged = {rank: list(map(in_other_clock, each)) for rank, each in begun.items()}
+            self._tell("observed", dropped, aged, usage, at_once=True)
 
     # -------------------------------------------------------------- the end
     def close(self) -> None:
@@ -476,7 +428,8 @@ class Agent:
         self._groups: dict[str, AgentGroup] = {}
         self._requests = queue.SimpleQueue[Callable[[], None]]()
         """What threads let the loop do."""
-        self._modules = OwnModules(lambda message: self._request(lambda: self._outbox.put(message)))
+        self._modules: dict[bytes, bytes] = {}
+        """Files of the user's own modules, by digest."""
         self._placing: dict[str, bool] = {}
         """Groups that are not yet placed, and whether they were closed meanwhile."""
         self._is_leaving = False
@@ -590,7 +543,9 @@ class Agent:
     # -------------------------------------------------------------- messages
     def _take(self, message: object, buffers: Sequence[Part]) -> None:
         if isinstance(message, BlobPart):
-            self._take_part(message, buffers[0])
+            if self._blobs.add(message, buffers[0]):
+                for group in self._groups.values():
+                    group.hand_out()
         elif isinstance(message, Drop):
             self._blobs.drop(message.keys)
         elif isinstance(message, Place):
@@ -598,24 +553,12 @@ class Agent:
             threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
         elif isinstance(message, Preload):
             self._engine.preload(message.modules)
-        elif isinstance(message, Files):
-            self._modules.take(message)
+        elif isinstance(message, ModuleFile):
+            self._modules[message.digest] = bytes(buffers[0])
         elif isinstance(message, Release):
             self._close(message.group)
         elif isinstance(message, Call) and message.group in self._groups:  # else it was closed meanwhile
             self._groups[message.group].call(message)
-
-    def _take_part(self, part: BlobPart, data: Part) -> None:
-        try:
-            is_whole = self._blobs.add(part, data)
-        except OSError as error:  # no room, or no descriptors
-            self._blobs.drop([part.key])
-            for group in self._groups.values():
-                group.lose_blob(part.key, f"{self._machine.name}: {error}")
-            return
-        if is_whole:
-            for group in self._groups.values():
-                group.hand_out()
 
     def _close(self, name: str) -> None:
         group = self._groups.pop(name, None)
@@ -640,18 +583,18 @@ class Agent:
             workers = self._engine.place(order, self._wake)
             store = workers.open_store(address=self._machine.address) if message.serves_store else None
             address = None if store is None else (store.address, store.port)
-            answer = Placed(message.group, store=address, note=note)
+            answer = Placed(store=address, note=note)
         except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
             if workers is not None:
                 workers.close()
-            workers, answer = None, Placed(message.group, refusal=str(error) or repr(error))
+            workers, answer = None, Placed(refusal=str(error) or repr(error))
         self._request(partial(self._adopt, message, workers, files, answer))
 
     def _process(self, message: Place, files: AgentFiles) -> tuple[Process, str]:
         """Return what ranks start from here, as like the notebook's process as this node allows, and a note."""
         wanted, own, note = message.order.process, this_process(), ""
         cwd = wanted.cwd
-        modules = self._modules.path_for(message, files.root / "modules")
+        modules = lay_out(message.modules, self._modules, files.root / "modules")
         if not os.path.isdir(cwd):
             cwd = str(files.root / "cwd")
             os.mkdir(cwd)
@@ -669,7 +612,7 @@ class Agent:
             assert files is not None
             made = AgentGroup(message.group, message.order.ranks[0], workers, files, self._outbox, self._blobs)
             self._groups[message.group] = made
-        self._outbox.put(answer)
+        self._outbox.put(Call(message.group, "placed", [answer]))
 
 
 def _hush_nameless(address: str) -> None:

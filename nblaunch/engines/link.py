@@ -203,6 +203,8 @@ class BlobStore:
     """
 
     def __init__(self) -> None:
+        self.lost: dict[str, str] = {}
+        """Blobs that cannot be kept here, and why: until they are dropped, what comes of them is ignored."""
         self._arriving: dict[str, _Arriving] = {}
         self._complete: dict[str, int] = {}
 
@@ -210,9 +212,17 @@ class BlobStore:
         return key in self._complete
 
     def add(self, part: BlobPart, data: Part) -> bool:
-        """Add a part; return True if its blob is complete."""
-        if part.key in self._complete:
+        """Add a part; return True if its blob is complete now, or lost."""
+        if part.key in self._complete or part.key in self.lost:
             return False
+        try:
+            return self._add(part, data)
+        except OSError as error:  # no room, or no descriptors
+            self.drop([part.key])
+            self.lost[part.key] = str(error)
+            return True
+
+    def _add(self, part: BlobPart, data: Part) -> bool:
         if part.key not in self._arriving:
             self._arriving[part.key] = _Arriving(segments.create_file(part.size))
         blob = self._arriving[part.key]
@@ -220,7 +230,7 @@ class BlobStore:
             return False
         written = os.pwrite(blob.draft.fd, data, part.offset)
         if written < len(data):
-            raise OSError(errno.ENOSPC, "there is no room for what the notebook sends")
+            raise OSError(errno.ENOSPC, "no room in memory")
         blob.offsets.add(part.offset)
         blob.received += written
         if blob.received < part.size:
@@ -238,6 +248,7 @@ class BlobStore:
 
     def drop(self, keys: Sequence[str]) -> None:
         for key in keys:
+            self.lost.pop(key, None)
             if key in self._complete:
                 os.close(self._complete.pop(key))
             if key in self._arriving:
@@ -245,10 +256,10 @@ class BlobStore:
 
     def drop_of(self, prefix: str) -> None:
         """Forget the blobs whose keys begin so."""
-        self.drop([key for key in (*self._complete, *self._arriving) if key.startswith(prefix)])
+        self.drop([key for key in (*self._complete, *self._arriving, *self.lost) if key.startswith(prefix)])
 
     def close(self) -> None:
-        self.drop([*self._complete, *self._arriving])
+        self.drop_of("")
 
 
 def parts_of(fd: int, key: str, size: int) -> Iterator[tuple[BlobPart, Sequence[Part]]]:

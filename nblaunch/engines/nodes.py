@@ -5,7 +5,8 @@ Of a group's ranks the kernel has what the agents have said, and copies of their
 * Files of ranks: the agent sends what is appended, and a launch ends once the logs have arrived.
 * Data of a launch, once to each node, whose ranks map one copy of it. Blobs of 64 KB and more stay there for later
   launches: up to 4 GB, the most recently used. Results travel to the kernel only.
-* The user's own modules that the notebook has imported, if a node lacks them or has others. Installed packages do not.
+* The user's own modules that the notebook has imported, once to each node, which uses them if it lacks them or has
+  others. Installed packages do not.
 * The variables that the notebook has set since its start, and ``env=``; not those of Slurm that describe a task.
 * Times that decide which rank failed first, as ages: each machine has its own clock.
 
@@ -67,22 +68,17 @@ from nblaunch.wire.link_messages import (
     Blob,
     BlobPart,
     Call,
-    Closed,
     Drop,
-    Files,
     FromAgent,
-    FromGroup,
     FromRank,
     Joined,
     Leaving,
-    NeedFiles,
-    Observed,
+    ModuleFile,
     Part,
     Place,
     Placed,
     Proof,
     Release,
-    Stacks,
     ToGroup,
     Versions,
     Written,
@@ -117,6 +113,8 @@ class Node:
     """By group: the blobs of its last task, which must stay until its ranks have them."""
     sending: Counter[str] = field(default_factory=Counter)
     """How many lanes are sending a blob."""
+    modules: set[bytes] = field(default_factory=set)
+    """Digests of the files of the user's own modules that it was sent."""
     lost: str = ""
     """Why it is lost; empty if it is not."""
     leaving: str = ""
@@ -197,6 +195,13 @@ class Nodes:
         for node in self._joined:
             node.pinned.pop(name, None)
 
+    def forget_data(self, node: Node, group: str) -> None:
+        """Let the next launch send a node again what this group has needed: it could not keep all of it."""
+        keys = node.pinned.pop(group, set()).difference(*node.pinned.values())
+        for key in keys:
+            node.kept.pop(key, None)
+        node.peer.outbox.put(Drop(list(keys)))
+
     def send_data(
         self,
         node: Node,
@@ -269,9 +274,9 @@ class Nodes:
             for group in list(self.groups.values()):
                 group.warn(f"{node.machine.name}: {message.reason}")
         else:
-            group_of = self.groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
-            if group_of is not None:
-                group_of.take(node.index, message, data)  # type: ignore[arg-type]  # as above
+            workers = self.groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
+            if workers is not None:
+                workers.take(node.index, message, data)  # type: ignore[arg-type]  # as above
 
     def take_parcel(self, parcel: Sequence[Blob]) -> list[int]:
         """Return the descriptors of a parcel, which the caller closes. OSError: a part of it did not fit here."""
@@ -335,6 +340,16 @@ def places_in_words(ranks: Sequence[range], nodes: Sequence[str]) -> str:
     return ", ".join(where[:MAX_NAMED_NODES] + more)
 
 
+def _placing(node: Node, place: Place) -> Iterator[Message]:
+    """Yield the modules that the node was not sent, and the order."""
+    for file in place.modules:
+        if file.digest not in node.modules:
+            with contextlib.suppress(OSError):  # removed meanwhile: importing it fails there
+                yield ModuleFile(file.digest), [Path(file.path).read_bytes()]
+                node.modules.add(file.digest)
+    yield place, ()
+
+
 class NodeStacks:
     """An `engines.protocol.StackDumps` that asks over the link."""
 
@@ -366,8 +381,8 @@ class NodeWorker:
         self.is_open = True
         self.has_exited = False
         self._call = call
-        self._dropped = Dropped()
-        self._begun: Sequence[Begun] = ()
+        self.counted: tuple[Dropped, Sequence[Begun]] = Dropped(), ()
+        """What the agent has read last, half a second ago at most."""
 
     def interrupt(self, task: int) -> None:
         self._call("interrupt", task)
@@ -382,7 +397,7 @@ class NodeWorker:
         self._call("signal", signum, group)
 
     def turn_to(self, log_dir: Path) -> None:
-        self.log_dir, self._dropped = log_dir, Dropped()
+        self.log_dir, self.counted = log_dir, (Dropped(), self.counted[1])
 
     def log(self, stream: Stream) -> LogFile:
         return LogFile(rank_file(self.log_dir, self.rank, stream))
@@ -391,15 +406,10 @@ class NodeWorker:
         return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
 
     def dropped(self) -> Dropped:
-        return self._dropped
+        return self.counted[0]
 
     def collectives(self) -> Sequence[Begun]:
-        """Return what the agent has read last, half a second ago at most."""
-        return self._begun
-
-    def take_counts(self, dropped: Dropped | None, begun: Sequence[Begun] | None) -> None:
-        self._dropped = self._dropped if dropped is None else dropped
-        self._begun = self._begun if begun is None else begun
+        return self.counted[1]
 
 
 class NodeSampler:
@@ -441,12 +451,12 @@ class NodeWorkers:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(wakeup, selectors.EVENT_READ)
         self._is_closed = False
-        self._modules = own_files()
         nodes.groups[self._name] = self
+        modules = own_files()
         for node, ranks in self._ranks:
             own = replace(order, ranks=[ranks], envs=[order.envs[node.index]], payload=None)
-            place = Place(self._name, own, node.index == 0, self._modules)
-            self._send(node, place)
+            place = Place(self._name, own, node.index == 0, modules)
+            nodes.link.send_in(node.peer, self._name, _placing(node, place))
 
     # -------------------------------------------------------------- starting
     def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
@@ -575,40 +585,42 @@ class NodeWorkers:
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
         """Take a message of an agent, and the bytes beside it."""
-        if isinstance(message, (Written, FromRank, FromGroup)):  # not `Observed`, which needs no reaper
-            self._heard_at[node] = time.monotonic()
+        if isinstance(message, Call):
+            getattr(self, f"on_{message.method}")(node, *message.arguments)
+            return
+        self._heard_at[node] = time.monotonic()  # not for calls, which need no reaper
         if isinstance(message, Written):
             self._copy(message, data)
         elif isinstance(message, FromRank):
             self._take_from_rank(message)
-        elif isinstance(message, FromGroup):
-            self._take_event(node, message.event)
-        elif isinstance(message, Observed):
-            for rank in {*message.dropped, *message.collectives}:
-                begun = message.collectives.get(rank)
-                local = None if begun is None else [in_other_clock(each) for each in begun]
-                self._workers[rank].take_counts(message.dropped.get(rank), local)
-            for sampler in self._samplers:
-                sampler.latest.update({usage.rank: usage for usage in message.usage or ()})
-        elif isinstance(message, Stacks):
-            self._workers[message.rank].stacks.take(message.main, message.dump)
-            self._wake.set()
-        elif isinstance(message, NeedFiles):
-            self._send_files(node, message.digests)
-        elif isinstance(message, Closed):
-            self._workers[message.rank].is_open = False
         else:
-            with self._changed:
-                self._placed[node] = message
-                self._changed.notify_all()
+            self._take_event(node, message.event)
 
-    def _send_files(self, node: int, digests: Sequence[bytes]) -> None:
-        paths = {file.digest: file.path for file in self._modules}
-        contents = {}
-        for digest in digests:
-            with contextlib.suppress(OSError):  # removed meanwhile: importing it fails there
-                contents[digest] = Path(paths[digest]).read_bytes()
-        self._send(self._used[node], Files(self._name, contents))
+    def on_placed(self, node: int, placed: Placed) -> None:
+        with self._changed:
+            self._placed[node] = placed
+            self._changed.notify_all()
+
+    def on_observed(
+        self,
+        node: int,
+        dropped: Mapping[int, Dropped],
+        begun: Mapping[int, Sequence[Begun]],
+        usage: Sequence[Usage] | None,
+    ) -> None:
+        """Take what the ranks of a node have counted; and used, if that was measured."""
+        for rank, each in begun.items():
+            self._workers[rank].counted = dropped[rank], list(map(in_other_clock, each))
+        for sampler in self._samplers:
+            sampler.latest.update({each.rank: each for each in usage or ()})
+
+    def on_stacks(self, node: int, rank: int, main: str, dump: str | None) -> None:
+        self._workers[rank].stacks.take(main, dump)
+        self._wake.set()
+
+    def on_closed(self, node: int, rank: int) -> None:
+        """Note that a rank runs no code of ours any more: it has closed its end."""
+        self._workers[rank].is_open = False
 
     def _copy(self, message: Written, data: Sequence[Part]) -> None:
         rest = memoryview(data[0])
@@ -631,6 +643,8 @@ class NodeWorkers:
 
     def _take_event(self, node: int, event: object) -> None:
         if isinstance(event, (RankStarted, NotStarted)):
+            if isinstance(event, NotStarted):
+                self._nodes.forget_data(self._used[node], self._name)
             self._add(event)
         elif isinstance(event, RankExited):
             self._workers[event.rank].has_exited = True

@@ -6,22 +6,19 @@ Bytes travel beside a message, not in it: those of logs, displays, and the parce
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_code import OwnFile
 from nblaunch.wire.messages import Done, Failed, Order, RankExited
-from nblaunch.wire.tables import Begun, Dropped
-
-if TYPE_CHECKING:
-    from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
+from nblaunch.wire.tables import Begun
 
 Part = bytes | memoryview
 """Of a message."""
 Proof = Literal["", "munge"]
-LINK_PROTOCOL = 4
+LINK_PROTOCOL = 5
 """Bump it whenever one of these messages changes."""
 
 
@@ -107,6 +104,13 @@ class Drop:
     keys: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """Kernel -> agent: a file of the user's own modules, beside the message, for this and later groups."""
+
+    digest: bytes
+
+
 # ------------------------------------------------------------------ groups, kernel -> agent
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -117,20 +121,15 @@ class Place:
     """Of the ranks of this node. Its directory is the kernel's, which names the agent's own."""
     serves_store: bool
     modules: Sequence[OwnFile]
-    """The user's own, which the ranks may import."""
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """The contents of files of the user's own modules, by their digests: the answer to `NeedFiles`."""
-
-    group: str
-    contents: Mapping[bytes, bytes]
+    """The user's own, which the ranks may import. `ModuleFile` came before for those that the node never had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a method of `engines.agent.AgentGroup`; else of the `engines.protocol.Workers` or `Worker` that it has."""
+    """To an agent: call a method of its `AgentGroup`, else of the `Workers` or the `Worker` that it has.
+
+    To the kernel: call ``on_<method>`` of its `NodeWorkers`, with the number of the node.
+    """
 
     group: str
     method: str
@@ -146,29 +145,20 @@ class Release:
     group: str
 
 
-ToGroup = Place | Files | Call | Release
+ToGroup = Place | Call | Release
 
 
 # ------------------------------------------------------------------ groups, agent -> kernel
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The group has processes on this node, or cannot have any."""
+    """The group has processes on this node, or cannot have any. Travels in a `Call`."""
 
-    group: str
     refusal: str = ""
     """Why not; empty if it has."""
     store: tuple[str, int] | None = None
     """The address and port of the TCPStore, if this node serves it."""
     note: str = ""
     """For the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class NeedFiles:
-    """The node has not got these files of the user's own modules, or has others in their place."""
-
-    group: str
-    digests: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,37 +192,7 @@ class Written:
     """The name of each file, and how many of the bytes are its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The ranks have closed their end: they run no code of ours any more."""
-
-    group: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stacks:
-    """The stacks of a rank; without a dump: it can be asked."""
-
-    group: str
-    rank: int
-    main: str
-    dump: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What has changed in what the ranks of a node have counted and used."""
-
-    group: str
-    dropped: Mapping[int, Dropped]
-    """By rank."""
-    collectives: Mapping[int, Sequence[Begun]]
-    """By rank."""
-    usage: Sequence[Usage] | None = None
-
-
-FromAgent = Placed | NeedFiles | FromGroup | FromRank | Written | Closed | Stacks | Observed
+FromAgent = Call | FromGroup | FromRank | Written
 
 
 def in_other_clock(message: Any) -> Any:

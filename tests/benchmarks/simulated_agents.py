@@ -31,11 +31,9 @@ from nblaunch.wire.link_messages import (
     Blob,
     Boot,
     Call,
-    Closed,
     FromGroup,
     FromRank,
     Joined,
-    Observed,
     Part,
     Place,
     Placed,
@@ -44,7 +42,7 @@ from nblaunch.wire.link_messages import (
     in_other_clock,
 )
 from nblaunch.wire.messages import Done, Interrupted, RankExited, RankStarted, Running, Swept, Task
-from nblaunch.wire.tables import Begun
+from nblaunch.wire.tables import Begun, Dropped
 
 _LINE = b"step 123456: loss 0.123456 accuracy 0.987654 lr 0.001\n"
 
@@ -92,7 +90,8 @@ class SimulatedAgent:
     def _take(self, message: object) -> None:
         if isinstance(message, Place):
             self._place, self._swept_after = message, len(message.order.ranks[0])
-            self._outbox.put(Placed(message.group, store=("10.0.0.0", 1) if message.serves_store else None))
+            placed = Placed(store=("10.0.0.0", 1) if message.serves_store else None)
+            self._outbox.put(Call(message.group, "placed", [placed]))
         elif isinstance(message, Call) and message.method == "start":
             for rank in message.arguments[0]:
                 self._send((FromGroup(message.group, RankStarted(rank, 1000 + rank)), ()))
@@ -126,7 +125,7 @@ class SimulatedAgent:
         yield from parts_of(parcel.fds[0], blob.key, blob.size)
         parcel.close()
         yield FromRank(group, rank, in_other_clock(Done(rank, task, time.monotonic_ns())), [blob]), ()
-        yield Closed(group, rank), ()
+        yield Call(group, "closed", [rank]), ()
         yield FromGroup(group, in_other_clock(RankExited(rank, 0, time.monotonic_ns()))), ()
         self._swept_after -= 1
         if not self._swept_after:
@@ -174,7 +173,8 @@ class SimulatedAgent:
         begun = Begun(
             self._collectives, 12, time.monotonic_ns(), "0", "", "allreduce", "25557032 float32", "<a cell of the user>"
         )
-        observed = Observed(self._place.group, {}, {rank: [in_other_clock(begun)] for rank in self._tasks})
+        counted = {rank: Dropped() for rank in self._tasks}, {rank: [in_other_clock(begun)] for rank in self._tasks}
+        observed = Call(self._place.group, "observed", [*counted, None])
         self._outbox.put_in(f"{self._place.group} at once", [(observed, ())])
 
 

@@ -27,7 +27,7 @@ from nblaunch.engines import fork_servers
 from nblaunch.engines.link import Peer, versions_here
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.nodes import Nodes
-from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError
+from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError, StartError
 from nblaunch.launch.api import preload
 from nblaunch.machine.inventory import Machine
 from nblaunch.training import TrainConfig, Trainer
@@ -238,6 +238,21 @@ def test_an_upload_that_was_stopped_begins_again(launch: Launcher) -> None:
     stopped.kill()
     with pytest.raises(LaunchStoppedError):
         stopped.result()
+    assert list(launch(use)) == [int(data.sum())] * 2
+
+
+def test_data_that_a_node_cannot_keep_is_an_error_and_sent_again(launch: Launcher, cluster: Cluster) -> None:
+    data = torch.arange(1 << 20, dtype=torch.int32)
+
+    def use() -> int:
+        return int(data.sum())
+
+    (agent,) = cluster[1].processes("nblaunch.engines.agent")
+    cluster[1].run("prlimit", f"--pid={agent}", "--fsize=1000000:")  # as if its memory were full
+    for _ in range(2):
+        with pytest.raises(StartError, match=r"n2 cannot keep the data: .*no room in memory"):
+            launch(use)
+    cluster[1].run("prlimit", f"--pid={agent}", "--fsize=unlimited")
     assert list(launch(use)) == [int(data.sum())] * 2
 
 
