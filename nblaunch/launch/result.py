@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.metric_names import number_of
-from nblaunch.launch.output.reports import Best, Report, ReportColumns
+from nblaunch.launch.output.reports import Best, Report, ReportList
 from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
@@ -36,23 +36,18 @@ class Metrics(Sequence[Report]):
 
     def __init__(self, reports: Sequence[Report], dropped: bool = False) -> None:
         self.dropped = dropped
-        self._reports = reports if isinstance(reports, ReportColumns) else ReportColumns(reports)
-        self._order = self._reports.by_time
+        self._reports = reports if isinstance(reports, ReportList) else ReportList(reports)
+        self._by_time = sorted(self._reports, key=lambda report: report.time)
 
     @overload
     def __getitem__(self, index: int) -> Report: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Report]: ...
     def __getitem__(self, index: int | slice) -> Report | Sequence[Report]:
-        if isinstance(index, slice):
-            return [self._reports[at] for at in self._order[index]]
-        return self._reports[self._order[index]]
-
-    def __iter__(self) -> Iterator[Report]:
-        return map(self._reports.__getitem__, self._order)
+        return self._by_time[index]
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._by_time)
 
     @property
     def last(self) -> dict[str, float]:

@@ -34,17 +34,14 @@ from nblaunch.launch.views import (
     View,
     duration_text,
 )
+from nblaunch.machine.segments import in_words
 
 _MAX_EMISSION_BYTES = 40 << 10
-"""Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
+"""Of all sources together."""
 _MAX_LAUNCH_BYTES = 2_000_000
-"""A notebook with more text opens slowly. Beyond this, only the last lines are shown, at the end."""
-_EMIT_INTERVAL_S = 0.2
-"""Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
-_MESSAGE_INTERVAL_S = 0.1
-"""Minimum pause of the text view for each message sent."""
-_LATE_BYTES = 5 << 10
-"""Of each source, at the end."""
+"""A notebook with more text opens slowly: beyond this, output goes to the logs alone."""
+_EMIT_INTERVAL_S = 0.35
+"""Minimum pause between two emissions, of at most three messages. Jupyter drops output beyond its rate limits."""
 _STATUS_WIDTH = 120
 _MAX_STATUS_RANKS = 3
 STARTING = "starting the ranks: they import torch and join the process group …"
@@ -101,8 +98,8 @@ class TextView(View):
         self._reported: dict[int, _RankReports] = {}
         self._blocks: list[tuple[_Source, Excerpt]] = []
         """Pending blocks of lines, each from one source, in display order."""
-        self._late: dict[_Source, Excerpt] | None = None
-        """The last lines of each source, for the end. None until the launch has shown `_MAX_LAUNCH_BYTES`."""
+        self._is_full = False
+        """The launch has shown `_MAX_LAUNCH_BYTES`."""
         self._due = -math.inf
         self._start_late_at = math.inf
         """When to say what the ranks do before they run."""
@@ -138,7 +135,7 @@ class TextView(View):
                     self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
             case Note(text) | Preparing(text=text) if text:
                 self._note(text.splitlines())
-            case Stuck(lines, is_repeated=False) if lines:
+            case Stuck(lines, is_repeated=False):
                 self._note(lines)
             case Countdown(text):
                 self._status.countdown = _one_line(text)
@@ -158,7 +155,7 @@ class TextView(View):
         reported.count, reported.time = reported.count + 1, now
         step = "" if record.get("step") is None else f"step {record['step']}: "
         text = step + _metrics_text(record["metrics"])
-        if self._late is None and (reported.count <= _MAX_REPORT_LINES or now - before >= 1.0):
+        if not self._is_full and (reported.count <= _MAX_REPORT_LINES or now - before >= 1.0):
             self._status.set(rank, "metrics", "")
             self._add(_Source(rank, "report", "the result's metrics"), [text])
         else:
@@ -174,7 +171,6 @@ class TextView(View):
 
     def _end(self, outcome: Outcome) -> None:
         self._status.clear()
-        self._blocks += (self._late or {}).items()
         closing = [
             f"[rank {rank}] {'; '.join(filter(None, (_metrics_text(reported.metrics), *reported.best.values())))} "
             f"({reported.count:,} report{'s' * (reported.count != 1)})"
@@ -187,14 +183,12 @@ class TextView(View):
         self._emit()
 
     def _add(self, source: _Source, lines: Sequence[str]) -> None:
-        if lines:
+        if lines and (source == _NBLAUNCH or not self._is_full):
             block = self._block(source)
             for line in lines:
                 block.add(line)
 
     def _block(self, source: _Source) -> Excerpt:
-        if self._late is not None and source != _NBLAUNCH:
-            return self._late.setdefault(source, Excerpt(0, _LATE_BYTES, source.prefix))
         # A block ends where another source prints. In a flood, each source has one block, with one gap.
         full = sum(excerpt.size for _, excerpt in self._blocks) > _MAX_EMISSION_BYTES
         for known, excerpt in reversed(self._blocks):
@@ -216,26 +210,24 @@ class TextView(View):
             shown = excerpt.text(_gap_text(source, excerpt))
             text["err" if source.stream == "err" else "out"] += shown
             self._shown_bytes += len(shown.encode(errors="replace"))
-        sent = self._send(text["out"], text["err"])
-        if sent:
-            self._due = self._clock() + max(_EMIT_INTERVAL_S, _MESSAGE_INTERVAL_S * sent)
-        if self._shown_bytes > _MAX_LAUNCH_BYTES and self._late is None:
-            self._late = {}
+        self._send(text["out"], text["err"])
+        if self._shown_bytes > _MAX_LAUNCH_BYTES and not self._is_full:
+            self._is_full = True
             logs = f"the logs in {self._info.log_dir}" if self._info else "the logs"
-            self._add(_NBLAUNCH, [f"nblaunch: {_human(self._shown_bytes)} shown; further output goes only to {logs}"])
+            self._add(_NBLAUNCH, [f"nblaunch: {in_words(self._shown_bytes)} shown; further output goes only to {logs}"])
 
-    def _send(self, out: str, err: str) -> int:
-        """Send pending text, the status line last. Return the number of messages: at most three."""
+    def _send(self, out: str, err: str) -> None:
+        """Send pending text, the status line last."""
         if out or err:
             out = self._status.erase() + out
         after = self._status.redraw()
         messages: list[tuple[str, Stream]] = [(out, "out"), (err, "err"), (after, "out")]
         if not err:
             messages = [(out + after, "out")]
-        messages = [message for message in messages if message[0]]
         for text, stream in messages:
-            self._write(text, stream)
-        return len(messages)
+            if text:
+                self._write(text, stream)
+                self._due = self._clock() + _EMIT_INTERVAL_S
 
 
 class _Status:
@@ -314,7 +306,7 @@ def plain_writer() -> Callable[[str, Stream], None]:
 # ------------------------------------------------------------------ wording
 def _gap_text(source: _Source, excerpt: Excerpt) -> str:
     lines = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)}"
-    return f"… {lines} ({_human(excerpt.left_bytes)}) omitted" + (f"; see {source.where} …" if source.where else " …")
+    return f"… {lines} ({in_words(excerpt.left_bytes)}) omitted" + (f"; see {source.where} …" if source.where else " …")
 
 
 def _metrics_text(metrics: Mapping[str, float]) -> str:
@@ -328,26 +320,13 @@ def _progress_text(record: Mapping[str, Any]) -> str:
     desc = f"{record['progress']}: " if record["progress"] else ""
     share = f"{done}/{total} {done / total:.0%}" if total else f"{done}"
     rate = max(0.0, done - record.get("first", 0)) / seconds if seconds else 0.0
-    left = f", {_clock((total - done) / rate)} left" if total and rate and total > done else ""
+    left = f", {duration_text((total - done) / rate)} left" if total and rate and total > done else ""
     return f"{desc}{share}" + (f" {rate:,.0f} it/s" if rate >= 1000 else f" {rate:.3g} it/s" if rate else "") + left
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _best_text(record: Mapping[str, Any]) -> str:
     value = "" if record["value"] is None else f" {number_of(record['best'], record['value'])}"
     return f"best {_one_line(record['best'])}{value} at step {record['step']:,}"
-
-
-def _human(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"
 
 
 def _output_lines(output: Output) -> list[str]:

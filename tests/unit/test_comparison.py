@@ -14,14 +14,14 @@ import pytest
 
 import nblaunch
 from nblaunch import LaunchResult, compare
-from nblaunch.launch.output.reports import Report, ReportColumns
+from nblaunch.launch.output.reports import Report, ReportList
 from nblaunch.launch.result import Metrics
 from nblaunch.notebook.charts import COLOURS
 from nblaunch.notebook.comparison import Comparison
 
 
-def reports_of(end: float, ranks: int = 2, best: int | None = None) -> ReportColumns:
-    columns = ReportColumns()
+def reports_of(end: float, ranks: int = 2, best: int | None = None) -> ReportList:
+    columns = ReportList()
     for step in range(1, 101):
         for rank in range(ranks):
             columns.add(rank, step + rank / 10, step, {"loss": 2 - (2 - end) * step / 100 + rank * 0.1})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.launch.output.reports import ReportColumns
+from nblaunch.launch.output.reports import ReportList
 from nblaunch.launch.result import Metrics
 from nblaunch.launch.views import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
@@ -186,7 +186,7 @@ def test_the_record_of_a_long_run_has_the_mean_of_all_ranks(state: PanelState) -
 
 
 def test_the_record_and_the_repr_of_a_result_show_the_same_means(state: PanelState) -> None:
-    columns = ReportColumns()
+    columns = ReportList()
     for step in range(3):
         for rank in (0, 1):
             values = {"loss": 1 / (step + 1) + rank} | ({"lr": 0.5} if rank == 0 else {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
 from nblaunch.launch.output.log_directory import RankLogs
-from nblaunch.launch.output.reports import Best, Report, ReportColumns
+from nblaunch.launch.output.reports import Best, Report, ReportList
 from nblaunch.launch.result import Metrics
 
 LOGS = [RankLogs(Path(f"/logs/rank{rank}.out"), Path(f"/logs/rank{rank}.err")) for rank in range(3)]
@@ -104,7 +103,7 @@ def test_reports_of_the_same_moment_keep_the_order_of_their_rank() -> None:
     )
 )
 def test_columns_give_back_every_report_as_it_was(reports: list[Report]) -> None:
-    assert list(ReportColumns(reports)) == reports
+    assert list(ReportList(reports)) == reports
     assert list(Metrics(reports)) == sorted(reports, key=lambda report: report.time)
     assert Metrics(reports)[::-2] == list(Metrics(reports))[::-2]
 
@@ -113,32 +112,6 @@ def test_a_value_that_is_no_number_is_kept_as_it_is() -> None:
     assert math.isnan(Metrics([Report(0, 1.0, None, {"loss": math.nan})])[-1].values["loss"])
     with pytest.raises(IndexError, match="out of range"):
         Metrics(REPORTS)[4]
-
-
-def test_a_report_takes_few_bytes() -> None:
-    """So many reports took 950 bytes each as objects."""
-    columns = ReportColumns()
-    tracemalloc.start()
-    try:
-        for step in range(20_000):
-            columns.add(step % 2, float(step), step, {"loss": step / 3, "accuracy": step / 7})
-        metrics = Metrics(columns)
-        assert tracemalloc.get_traced_memory()[0] / len(metrics) < 60
-    finally:
-        tracemalloc.stop()
-
-
-def test_reports_that_come_out_of_order_take_few_bytes_more() -> None:
-    columns = ReportColumns()
-    for step in range(20_000):
-        columns.add(step % 2, float(-step), step, {"loss": step / 3})
-    tracemalloc.start()
-    try:
-        metrics = Metrics(columns)
-        assert metrics[0].step == 19_999
-        assert tracemalloc.get_traced_memory()[0] / len(metrics) < 6
-    finally:
-        tracemalloc.stop()
 
 
 def test_last_is_the_mean_over_the_ranks_that_reported_it() -> None:
@@ -169,7 +142,7 @@ def test_pandas_gets_the_fixed_columns_where_nothing_was_reported() -> None:
 
 # ------------------------------------------------------------------ the best step
 def test_the_best_step_has_the_value_of_its_report() -> None:
-    columns = ReportColumns(REPORTS)
+    columns = ReportList(REPORTS)
     columns.mark(0, "loss", 2, None)
     columns.mark(1, "loss", 1, None)  # the lowest rank's mark is shown
     columns.mark(1, "lr", 7, None)

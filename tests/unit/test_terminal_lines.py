@@ -136,7 +136,7 @@ def test_after_finish_it_starts_empty() -> None:
 # ------------------------------------------------------------------ long lines
 def test_a_long_line_keeps_its_ends() -> None:
     line = b"a" * 2000 + b"-" * 4_996_000 + b"z" * 2000
-    expected = "a" * 2000 + "… [4,996,000 characters left out] …" + "z" * 2000
+    expected = "a" * 2000 + "… [characters left out] …" + "z" * 2000
     assert lines_of(line) == lines_of(line + b"\n") == [expected]
     assert lines_of(*(line[at : at + 5000] for at in range(0, len(line), 5000))) == [expected]
     assert shorten(line.decode()) == expected
@@ -146,7 +146,7 @@ def test_a_long_line_keeps_its_ends() -> None:
 def test_a_long_line_is_overwritten_in_place() -> None:
     line = b"a" * 2000 + b"-" * 96_000 + b"z" * 2000
     over = line + b"\r" + b"B" * 1500
-    assert lines_of(over) == ["B" * 1500 + "a" * 500 + "… [96,000 characters left out] …" + "z" * 2000]
+    assert lines_of(over) == ["B" * 1500 + "a" * 500 + "… [characters left out] …" + "z" * 2000]
     assert lines_of(line + b"\rB\x1b[K") == ["B"]
 
 

@@ -125,7 +125,7 @@ def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
         cell.now += 0.05
         cell.prints(f"from {rank}\n", rank=rank)
     assert len(cell.messages) == 1
-    cell.passes(0.06)
+    cell.passes(0.25)
     assert cell.messages[1:] == [(cell.now, "out", "[rank 1] from 1\n[rank 0] from 0\n[rank 1] from 1\n")]
 
 
@@ -172,7 +172,7 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
     left = 100_000 - len(lines) + 1
     assert lines[0] == "[rank 1] line 000000"
     assert lines[-1] == "[rank 1] line 099999"
-    size = f"{left * 12 / 1e6:.1f} MB"
+    size = f"{left * 12 / 1e6:.0f} MB"
     assert lines[at] == f"[rank 1] … {left:,} lines ({size}) omitted; see /logs/rank1.out …"
     assert 100 < at < len(lines) - at
     assert len(cell.text().encode()) < 49 << 10
@@ -186,29 +186,19 @@ def test_a_flood_of_one_rank_does_not_hide_another(cell: Cell) -> None:
     assert cell.text().count("omitted; see") == 1
 
 
-def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
-    total = 0
+def test_after_two_megabytes_output_goes_to_the_logs_alone(cell: Cell) -> None:
     while len(cell.text()) < 2_000_000:
-        cell.prints("x" * 39 + "\n" * 1 + "y" * 39 + "\n")
         cell.prints(b"z\n" * 20_000)
-        total += 20_002
-        cell.now += 0.2
+        cell.now += 0.4
     written = len(cell.text())
-    for number in range(1000):
-        cell.prints(f"late {number}\n")
-        cell.passes()
-    note = cell.text()[written:]
-    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", note)
+    cell.prints("late\n")
+    cell.passes()
     cell.view.on(Note("restarting"))
     cell.view.on(Ended(FINISHED))
-    end = cell.screen()
-    end = end[end.index("nblaunch: restarting") + 1 :]
-    assert re.fullmatch(r"\[rank 0\] … [\d,]+ lines \(.+\) omitted; see /logs/rank0.out …", end[0])
-    assert end[-21:] == [f"[rank 0] late {number}" for number in range(980, 1000)] + [
-        "nblaunch: train finished after 3.2 s"
-    ]
-    left = sum(int(count.replace(",", "")) for count in re.findall(r"… ([\d,]+) lines", cell.text()))
-    assert left + len(re.findall(r"\] [xyzl]", cell.text())) == total + 1000
+    assert cell.text()[written:] == (
+        "nblaunch: 2 MB shown; further output goes only to the logs in /logs\n"
+        "nblaunch: restarting\nnblaunch: train finished after 3.2 s\n"
+    )
 
 
 _STEPS = st.lists(
@@ -304,15 +294,15 @@ def test_stderr_lines_come_between_the_old_status_and_the_new(cell: Cell) -> Non
     [
         (
             {"progress": "epoch 1", "done": 45, "total": 100, "seconds": 3.65},
-            "epoch 1: 45/100 45% 12.3 it/s, 0:04 left",
+            "epoch 1: 45/100 45% 12.3 it/s, 4.5 s left",
         ),
         ({"progress": "", "done": 0, "total": 100, "seconds": 0.0}, "0/100 0%"),
         ({"progress": "", "done": 3, "total": 10, "seconds": 5.0, "first": 4}, "3/10 30%"),
         ({"progress": "", "done": 50_000, "total": None, "seconds": 10}, "50000 5,000 it/s"),
-        ({"progress": "", "done": 1, "total": 3, "seconds": 20.0}, "1/3 33% 0.05 it/s, 0:40 left"),
+        ({"progress": "", "done": 1, "total": 3, "seconds": 20.0}, "1/3 33% 0.05 it/s, 40.0 s left"),
         (
             {"progress": "fit", "done": 6000, "total": 90_000, "seconds": 10.0, "first": 5000, "level": 0},
-            "fit: 6000/90000 7% 100 it/s, 14:00 left",
+            "fit: 6000/90000 7% 100 it/s, 14 min 00 s left",
         ),
     ],
 )

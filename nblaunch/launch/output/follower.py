@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
-from nblaunch.launch.output.reports import PrintedMetrics, ReportColumns
+from nblaunch.launch.output.reports import PrintedMetrics, ReportList
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares, last_lines
 from nblaunch.launch.views import Displays, LogLines, Logs, Note, Output, Reports, Stream, View
 from nblaunch.machine.segments import in_words
@@ -140,7 +140,7 @@ class OutputFollower:
     ) -> None:
         self.ranks = [RankOutput(worker) for worker in workers]
         self.view = view
-        self.reports = ReportColumns()
+        self.reports = ReportList()
         self._printed = [printed for rank in self.ranks for printed in rank.printed]
         self._metrics = PrintedMetrics(patterns) if patterns else None
         self._notes_unmatched = notes_unmatched

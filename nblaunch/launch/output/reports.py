@@ -3,16 +3,13 @@ r"""The reports of a launch, and those found in printed lines by patterns such a
 from __future__ import annotations
 
 import re
-from array import array
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.terminal_lines import without_colours
-
-_NO_STEP = -(1 << 63)
-"""Marks a step that is None or does not fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +32,18 @@ class Best:
     """None if the rank has not reported it."""
 
 
-class ReportColumns(Sequence[Report]):
-    """Reports in the order of arrival; each access creates a `Report`.
+class ReportList(list[Report]):
+    """The reports of a launch in the order of arrival, with the latest values and the best steps of each rank."""
 
-    A report takes a few dozen bytes, where an object would take a kilobyte.
-    """
-
-    def __init__(self, reports: Sequence[Report] = ()) -> None:
-        self._ranks, self._times, self._values = array("I"), array("d"), array("d")
-        self._begins = array("Q")
-        """Where the values of each report begin."""
-        self._steps = array("q")
-        self._large_steps: dict[int, int] = {}
-        self._names: list[tuple[str, ...]] = []
-        self._known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Reports with the same names share them."""
+    def __init__(self, reports: Iterable[Report] = ()) -> None:
+        super().__init__()
         self._latest: dict[int, dict[str, tuple[float, float]]] = {}
         self._best: dict[int, dict[str, Best]] = {}
         for report in reports:
             self.add(report.rank, report.time, report.step, report.values)
 
     def add(self, rank: int, time: float, step: int | None, values: Mapping[str, float]) -> None:
-        names = tuple(values)
-        self._names.append(self._known_names.setdefault(names, names))
-        self._begins.append(len(self._values))
-        self._values.extend(values.values())
-        self._ranks.append(rank)
-        self._times.append(time)
-        is_large = step is not None and not _NO_STEP < step < -_NO_STEP
-        if step is not None and is_large:
-            self._large_steps[len(self._steps)] = step
-        self._steps.append(_NO_STEP if step is None or is_large else step)
+        self.append(Report(rank, time, step, {sys.intern(name): value for name, value in values.items()}))
         latest = self._latest.setdefault(rank, {})
         for name, value in values.items():
             if name not in latest or latest[name][0] <= time:
@@ -74,37 +52,10 @@ class ReportColumns(Sequence[Report]):
     def mark(self, rank: int, metric: str, step: int, value: float | None) -> Best:
         """Mark a rank's best step by a metric. The value defaults to that of the report."""
         if value is None and metric in self._latest.get(rank, {}):
-            every = reversed(range(len(self)))
-            values = (self[at].values for at in every if self._step(at) == step and self._ranks[at] == rank)
-            value = next((known[metric] for known in values if metric in known), None)
+            known = (each.values for each in reversed(self) if (each.rank, each.step) == (rank, step))
+            value = next((values[metric] for values in known if metric in values), None)
         best = self._best.setdefault(rank, {})[metric] = Best(step, value)
         return best
-
-    @overload
-    def __getitem__(self, index: int) -> Report: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Report]: ...
-    def __getitem__(self, index: int | slice) -> Report | Sequence[Report]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        names, begin = self._names[at], self._begins[at]
-        values = self._values[begin : begin + len(names)]
-        return Report(self._ranks[at], self._times[at], self._step(at), dict(zip(names, values, strict=True)))
-
-    def _step(self, at: int) -> int | None:
-        return self._steps[at] if self._steps[at] != _NO_STEP else self._large_steps.get(at)
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    @property
-    def by_time(self) -> Sequence[int]:
-        """Return the indices of the reports sorted by time, then by arrival."""
-        times = self._times
-        if all(times[at - 1] <= times[at] for at in range(1, len(times))):
-            return range(len(times))
-        return array("I", sorted(range(len(times)), key=times.__getitem__))
 
     @property
     def last(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ from nblaunch.engines.protocol import Log
 _END_LENGTH = 2000
 """Characters kept at each end of a long line."""
 _MAX_LENGTH = 2 * _END_LENGTH
+_GAP = "… [characters left out] …"
 _BARS = 8
 """Rows that the cursor can be in, for nested progress bars."""
 _MAX_ESCAPE_LENGTH = 80
@@ -200,17 +201,13 @@ class LineAssembler:
 
 
 class _Row:
-    """A row that may change: a cell per character, prefixed with its colour.
+    """A row that may change: a cell per character, prefixed with its colour. Of a long line the middle is dropped."""
 
-    The middle of a long line is dropped: `left_out` cells after the first `_END_LENGTH`. The cursor counts kept cells.
-    """
-
-    __slots__ = ("cells", "cursor", "left_out")
+    __slots__ = ("cells", "cursor")
 
     def __init__(self) -> None:
         self.cells: list[str] = []
         self.cursor = 0
-        self.left_out = 0
 
     def write(self, text: str, colour: str) -> None:
         for at in range(0, len(text), _MAX_LENGTH):
@@ -219,10 +216,9 @@ class _Row:
             end = self.cursor + len(chunk)
             self.cells[self.cursor : end] = [colour + character for character in chunk] if colour else chunk
             self.cursor = end
-            excess = len(self.cells) - _MAX_LENGTH
+            excess = len(self.cells) - _MAX_LENGTH - 1  # what is kept is still too long: the gap stays
             if excess > _MAX_LENGTH:  # twice the limit, so that cutting is amortized
                 del self.cells[_END_LENGTH : _END_LENGTH + excess]
-                self.left_out += excess
                 self.cursor = max(min(self.cursor, _END_LENGTH), self.cursor - excess)
 
     def erase(self, everything: bool) -> None:
@@ -233,15 +229,11 @@ class _Row:
         if everything:
             self.cursor = 0
         del self.cells[self.cursor :]
-        if self.cursor <= _END_LENGTH:
-            self.left_out = 0
 
     def render(self) -> str:
-        if len(self.cells) <= _MAX_LENGTH and not self.left_out:
+        if len(self.cells) <= _MAX_LENGTH:
             return _picture(self.cells)
-        tail = self.cells[max(_END_LENGTH, len(self.cells) - _END_LENGTH) :]
-        left_out = self.left_out + len(self.cells) - _END_LENGTH - len(tail)
-        return _picture(self.cells[:_END_LENGTH]) + _gap(left_out) + _picture(tail)
+        return _picture(self.cells[:_END_LENGTH]) + _GAP + _picture(self.cells[-_END_LENGTH:])
 
 
 class Excerpt:
@@ -327,7 +319,7 @@ def shorten(line: str) -> str:
     """Return a plain line without its middle if it is longer than 4,000 characters."""
     if len(line) <= _MAX_LENGTH:
         return line
-    return line[:_END_LENGTH] + _gap(len(line) - _MAX_LENGTH) + line[-_END_LENGTH:]
+    return line[:_END_LENGTH] + _GAP + line[-_END_LENGTH:]
 
 
 def without_colours(text: str) -> str:
@@ -344,10 +336,6 @@ def last_lines(log: Log, count: int = 20, max_bytes: int = 16384, since: int = 0
     assembler = LineAssembler()
     lines = assembler.feed(data) + assembler.finish()
     return "\n".join(_CONTROL.sub("", without_colours(line)) for line in lines[-count:])
-
-
-def _gap(count: int) -> str:
-    return f"… [{count:,} characters left out] …"
 
 
 def _picture(cells: list[str]) -> str:
