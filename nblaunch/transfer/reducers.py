@@ -40,6 +40,13 @@ class RefusedError(TypeError):
         self.thing, self.advice = thing, advice
 
 
+def _refusal(reason: str, advice: str) -> Row:
+    def refuse(obj: Any, sink: BufferSink | None) -> NoReturn:
+        raise RefusedError(obj, reason, advice)
+
+    return refuse
+
+
 def row_of(kind: type, *, for_child: bool = False) -> Row | None:
     """Return the reducer of a class, if it has a row. For a rank's child, none that depends on the rank or shares."""
     names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
@@ -209,20 +216,6 @@ def _script(data: bytes, on_gpu: bool) -> Any:
         return torch.jit.load(io.BytesIO(data), map_location=where if on_gpu else None)
 
 
-def _reduce_exported(program: Any, sink: BufferSink | None) -> Reduced:
-    import torch
-
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    return _exported, (file.getvalue(),)
-
-
-def _exported(data: bytes) -> Any:
-    import torch
-
-    return torch.export.load(io.BytesIO(data))
-
-
 def _in_ops(name: str) -> Any:
     import torch
 
@@ -232,7 +225,7 @@ def _in_ops(name: str) -> Any:
 def _reduce_operator(operator: Any, sink: BufferSink | None) -> Reduced:
     function = operator._init_fn
     if definitions.is_of_main(function) or function.__module__ == "__main__":
-        _refuse_operators(operator, sink)
+        _refuse_operator(operator, sink)
     return _operator, (function.__module__, operator._qualname)
 
 
@@ -243,9 +236,10 @@ def _operator(module: str, name: str) -> Any:
     return OPDEFS[name]
 
 
-def _refuse_operators(obj: Any, sink: BufferSink | None) -> NoReturn:
-    advice = "define it with torch.library.custom_op inside the function, or in a module that it imports"
-    raise RefusedError(obj, "an operator of torch that exists in the notebook alone", advice)
+_refuse_operator = _refusal(
+    "an operator of torch that exists in the notebook alone",
+    "define it with torch.library.custom_op inside the function, or in a module that it imports",
+)
 
 
 # ------------------------------------------------------------------ multiprocessing
@@ -349,63 +343,11 @@ def _check_lock(lock: Any, sink: BufferSink | None) -> None:
     sink.keep_until_received(lock)
 
 
-def _refuse_process(process: Any, sink: BufferSink | None) -> Reduced:
-    raise RefusedError(process, "a process, which only its parent can use", "start it inside the function")
-
-
-# ------------------------------------------------------------------ accelerate and transformers
-def _reduce_partial_state(state: Any, sink: BufferSink | None) -> Reduced:
-    return _partial_state, (type(state), vars(state).get("_cpu", False))
-
-
-def _partial_state(kind: Any, cpu: bool) -> Any:
-    return kind(cpu or os.environ.get("ACCELERATE_USE_CPU") == "true")  # which only an Accelerator reads
-
-
-def _reduce_accelerator_state(state: Any, sink: BufferSink | None) -> Reduced:
-    content = vars(state)
-    if any(os.environ.get(f"ACCELERATE_USE_{engine}") == "true" for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM")):
-        advice = "create it inside the function"
-        raise RefusedError(state, "of an Accelerator with a plugin for several processes", advice)
-    about = content.get("_mixed_precision"), content.get("_cpu", False), content.get("dynamo_plugin")
-    return _accelerator_state, (type(state), *about)
-
-
-def _accelerator_state(kind: Any, precision: str | None, cpu: bool, dynamo_plugin: Any) -> Any:
-    return kind(precision, cpu, dynamo_plugin, _from_accelerator=True)
-
-
-def _reduce_gradient_state(state: Any, sink: BufferSink | None) -> Reduced:
-    return type(state), (), {"plugin_kwargs": dict(vars(state).get("plugin_kwargs", {}))}
-
-
-def _reduce_accelerator(accelerator: Any, sink: BufferSink | None) -> Reduced | None:
-    if any(getattr(accelerator, name, None) for name in ("_models", "_optimizers", "_dataloaders")):
-        raise RefusedError(
-            accelerator,
-            "an Accelerator that has prepared objects for the notebook's one process",
-            "create it, and call prepare(), inside the function",
-        )
-    return None
-
-
-def _reduce_training_arguments(arguments: Any, sink: BufferSink | None) -> Reduced:
-    """Reduce transformers' TrainingArguments. Which rank and device it is for, the receiver finds out."""
-    state = {name: value for name, value in vars(arguments).items() if not name.endswith("_setup_devices")}
-    return object.__new__, (type(arguments),), state, None, None, _set_training_arguments
-
-
-def _set_training_arguments(arguments: Any, state: dict[str, Any]) -> None:
-    vars(arguments).update(state)
-    placed = state.get("distributed_state")
-    if placed is not None:
-        for name in ("_setup_devices", "__cached__setup_devices"):  # of functools, and of transformers before 5
-            vars(arguments)[name] = placed.device
-        vars(arguments)["_n_gpu"] = int(placed.device.type == "cuda")
-
-
 # ------------------------------------------------------------------ the table
 _NOT_FOR_CHILDREN = ("multiprocessing.", "_ctypes.", "accelerate.", "transformers.")
+_refuse_for_one_process = _refusal(
+    "which knows the notebook's one process, and would take each rank for rank 0 of 1", "create it inside the function"
+)
 _ROWS: dict[str, Row] = {
     "builtins.function": _reduce_function,
     "builtins.method": _reduce_method,
@@ -417,13 +359,15 @@ _ROWS: dict[str, Row] = {
     "_weakrefset.WeakSet": lambda members, sink: (type(members), (list(members),)),
     "torch.jit._script.ScriptModule": _reduce_script,
     "torch.jit.torch.jit.ScriptFunction": _reduce_script,
-    "torch.export.exported_program.ExportedProgram": _reduce_exported,
+    "torch.export.exported_program.ExportedProgram": _refusal(
+        "an exported program", "write it to a file by torch.export.save, and load it inside the function"
+    ),
     "torch.nn.modules.module.Module": _reduce_module,
     "torch._library.custom_ops.CustomOpDef": _reduce_operator,
     "torch._ops.OpOverload": lambda overload, sink: (getattr, (overload._overloadpacket, overload._overloadname)),
     "torch._ops.OpOverloadPacket": lambda packet, sink: (_in_ops, (packet._qualified_op_name,)),
     "torch._ops._OpNamespace": lambda namespace, sink: (_in_ops, (namespace.name,)),
-    "torch.library.Library": _refuse_operators,
+    "torch.library.Library": _refuse_operator,
     "multiprocessing.synchronize.SemLock": _check_lock,
     "multiprocessing.connection.Connection": _reduce_by_multiprocessing,
     "multiprocessing.heap.Arena": _reduce_arena,
@@ -431,11 +375,12 @@ _ROWS: dict[str, Row] = {
     "_ctypes._SimpleCData": _reduce_ctypes,
     "_ctypes.Array": _reduce_ctypes,
     "_ctypes.Structure": _reduce_ctypes,
-    "multiprocessing.process.BaseProcess": _refuse_process,
-    "accelerate.state.PartialState": _reduce_partial_state,
-    "accelerate.state.AcceleratorState": _reduce_accelerator_state,
-    "accelerate.state.GradientState": _reduce_gradient_state,
-    "accelerate.accelerator.Accelerator": _reduce_accelerator,
-    "transformers.training_args.TrainingArguments": _reduce_training_arguments,
+    "multiprocessing.process.BaseProcess": _refusal(
+        "a process, which only its parent can use", "start it inside the function"
+    ),
+    "accelerate.state.PartialState": _refuse_for_one_process,
+    "accelerate.state.AcceleratorState": _refuse_for_one_process,
+    "accelerate.accelerator.Accelerator": _refuse_for_one_process,
+    "transformers.training_args.TrainingArguments": _refuse_for_one_process,
 }
 """By the full name of a class."""

@@ -92,7 +92,6 @@ def double(x):
 compiled = torch.compile(double, backend="eager")
 compiled(torch.ones(1))
 scripted = torch.jit.trace(double, torch.ones(1))
-exported = torch.export.export(torch.nn.Linear(2, 1), (torch.ones(1, 2),))
 normed = parametrizations.weight_norm(torch.nn.Linear(2, 1))
 in_place = torch.nn.Linear(2, 1)
 in_place.compile(backend="eager")
@@ -112,7 +111,7 @@ def _(x: int):
 USED = """
 x = torch.ones(2)
 made = [compiled(x), scripted(x)]
-shapes = [len(exported.module()(x[None])), len(normed(x)), len(in_place(x))]
+shapes = [len(normed(x)), len(in_place(x))]
 with lock:
     counts.value += 1
 messages.put(rank)
@@ -128,7 +127,7 @@ def test_empty_arrays_and_tensors_are_sent(kernel: Kernel) -> None:
 
 def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     kernel.run(REBUILT).check()
-    was = ([4.0, 4.0], [1, 1, 1], "int", True, 1.0)
+    was = ([4.0, 4.0], [1, 1], "int", True, 1.0)
     assert on_ranks(kernel, USED) == [was, was]
     again = kernel.run(f"%%distributed\n{USED}").check().text
     assert "sent" not in again
@@ -308,18 +307,11 @@ def test_a_restart_of_all_ranks_takes_the_notebooks_folder(kernel: Kernel, tmp_p
     assert on_ranks(kernel, "os.getcwd()") == [before] * 2
 
 
-def test_ranks_keep_the_source_of_live_functions_alone(kernel: Kernel) -> None:
-    counts = "import inspect, linecache\nsum(name.startswith('<distributed cell') for name in linecache.cache)"
-    before = on_ranks(kernel, counts)
-    kernel.run("%%distributed\ndef stays():\n    return 1 / 0  # here").check()
-    for number in range(3):
-        kernel.run(f"%%distributed\ndef passes(): return [{number} for _ in range(2)]\npasses()").check()
-    kernel.run("%%distributed\ndel passes").check()
-    assert on_ranks(kernel, f"{counts} - 1") == before
+def test_ranks_keep_the_source_of_their_functions(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nimport inspect\ndef stays():\n    return 1 / 0  # here").check()
+    kernel.run("%%distributed\nrank").check()
     assert on_ranks(kernel, "'# here' in inspect.getsource(stays)") == [True, True]
     assert "return 1 / 0  # here" in kernel.run("%%distributed\nstays()").traceback
-    kernel.run("%%distributed\ndel stays").check()
-    assert on_ranks(kernel, counts) == before
 
 
 def test_what_a_thread_prints_between_cells_is_shown_next(kernel: Kernel, tmp_path: Path) -> None:

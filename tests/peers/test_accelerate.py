@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch.errors import ArgumentError, PayloadError
+from nblaunch.errors import ArgumentError
 from tests.peers import documents
 from tests.peers.accelerate_examples import EXAMPLES
 from tests.peers.conftest import GOOD, STEPS, TEST_IMAGES
@@ -117,25 +117,3 @@ def test_evaluate_counts_exactly_beside_accelerate(launch: Launcher) -> None:
     for counted, refused in launch(evaluated_exactly):
         assert counted == 7
         assert "DataLoaderShard, already divided by accelerate" in refused
-
-
-def test_an_accelerator_of_the_notebook_is_each_ranks_own(launch: Launcher) -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    try:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        state = accelerator.state
-
-        def place() -> tuple[Any, ...]:
-            model = type(accelerator.prepare(torch.nn.Linear(1, 1))).__name__
-            return accelerator.process_index, state.num_processes, accelerator.gradient_accumulation_steps, model
-
-        parallel = "DistributedDataParallel"
-        assert list(launch(place)) == [(0, 2, 2, parallel), (1, 2, 2, parallel)]
-        accelerator.prepare(torch.nn.Linear(1, 1))
-        with pytest.raises(PayloadError, match=r"prepared objects.*: create it, and call prepare\(\), inside"):
-            launch(place)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()

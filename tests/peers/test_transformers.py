@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from nblaunch.errors import PayloadError
+from nblaunch.transfer import pickling
 from tests.peers import documents
 from tests.peers.conftest import GOOD, STEPS
 from tests.processes.conftest import Launcher
@@ -100,65 +100,17 @@ def test_the_callback_reports_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert reported == [(7, {"loss": 0.5})]
 
 
-# ------------------------------------------------------------------ arguments that the notebook makes
-def test_an_accelerator_with_a_plugin_belongs_into_the_function(
-    launch: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import accelerate
-
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # an Accelerator with the plugin sets it
-    accelerator = accelerate.Accelerator(cpu=True)
-    try:
-        with pytest.raises(PayloadError, match="create it inside the function"):
-            launch(lambda: accelerator.num_processes)
-    finally:
-        accelerator.state._reset_state(reset_partial_state=True)
-
-
-def test_arguments_of_the_notebook_are_each_ranks_own(launch: Launcher, tmp_path: Path) -> None:
+# ------------------------------------------------------------------ what the notebook makes for its one process
+def test_what_knows_one_process_is_refused_with_advice(tmp_path: Path) -> None:
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from transformers import Seq2SeqTrainingArguments, TrainingArguments
-
-    given: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "per_device_train_batch_size": 3}
-    arguments = [TrainingArguments(**given), Seq2SeqTrainingArguments(**given, use_cpu=True)]
-
-    def placed() -> list[tuple[Any, ...]]:
-        return [(a.process_index, a.world_size, a.should_save, a.device.type, a.train_batch_size) for a in arguments]
+    from transformers import TrainingArguments
 
     try:
-        assert list(launch(placed)) == [[(0, 2, True, "cpu", 3)] * 2, [(1, 2, False, "cpu", 3)] * 2]
+        for made in (TrainingArguments(str(tmp_path), report_to=[]), Accelerator(cpu=True), AcceleratorState()):
+            error = pickling.explain({"made": made}, "it")
+            assert error is not None
+            assert str(error).startswith("it['made'], which knows the notebook's one process")
+            assert error.advice == "create it inside the function"
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
-def test_a_trainer_of_the_notebook_trains_on_all_ranks(launch: Launcher, tmp_path: Path) -> None:
-    import torch
-    from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainingArguments
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-            logits = self.layer(x)
-            return {"loss": (logits - labels).square().mean(), "logits": logits}
-
-    data = [{"x": torch.ones(2) * each, "labels": torch.ones(1)} for each in range(16)]
-    settings = TrainingArguments(
-        str(tmp_path), report_to=[], max_steps=2, disable_tqdm=True, use_cpu=True, save_strategy="no"
-    )
-    trainer: Any = Trainer(Net(), settings, train_dataset=data)
-
-    def train() -> tuple[Any, ...]:
-        trainer.train()
-        return trainer.accelerator.process_index, trainer.is_world_process_zero(), trainer.model.layer.weight.tolist()
-
-    try:
-        first, second = launch(train)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert (first[:2], second[:2]) == ((0, True), (1, False))
-    assert first[2] == second[2] != trainer.model.layer.weight.tolist()

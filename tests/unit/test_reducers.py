@@ -143,16 +143,15 @@ def test_a_parametrized_class_of_a_cell_keeps_its_own_state(notebook: Notebook) 
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace.*is deprecated:FutureWarning")
-def test_scripts_and_exported_programs_arrive() -> None:
+def test_scripts_arrive_and_exported_programs_are_refused() -> None:
     double, layer, x = (lambda x: x * 2), nn.Linear(2, 1).eval(), torch.ones(1, 2)
     layer.bias.requires_grad_(False)
     traced_function, traced = torch.jit.trace(double, x), torch.jit.trace(layer, x)
-    program = torch.export.export(layer, (x,))
-    came = sent((traced_function, nn.Sequential(traced), program))
+    came = sent((traced_function, nn.Sequential(traced)))
     assert torch.equal(came[0](x), x * 2)
     assert torch.equal(came[1](x), layer(x))
     assert [each.requires_grad for each in came[1].parameters()] == [True, False]
-    assert torch.equal(came[2].module()(x), layer(x))
+    assert "by torch.export.save, and load it inside the function" in reason(torch.export.export(layer, (x,)))
 
 
 def test_compiled_code_is_compiled_where_it_arrives(notebook: Notebook) -> None:
@@ -170,14 +169,14 @@ def test_compiled_code_is_compiled_where_it_arrives(notebook: Notebook) -> None:
     assert sent(names["main"])(x) == ((2.0, 3.0, (1,)), 3)
 
 
-def test_gradients_go_to_ranks_and_do_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_go_to_ranks_and_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(2, 1)
     layer(torch.ones(2)).sum().backward()
     weight = torch.ones(2, requires_grad=True)
     (weight * 3).sum().backward()
 
     def packed() -> Any:
-        parcel = pack(lambda found: (layer, weight, torch.optim.SGD(layer.parameters(), 1.0)), tmp_path)
+        parcel = pack(lambda found: (layer, weight, torch.optim.SGD(layer.parameters(), 1.0)))
         came = unpack([os.dup(fd) for fd in parcel.fds])
         parcel.close()
         return came
@@ -218,31 +217,31 @@ def test_processes_are_refused_with_advice() -> None:
     assert reason([process]) == "it[0], a process, which only its parent can use: start it inside the function"
 
 
-def test_other_machines_do_not_share_a_queue(tmp_path: Path) -> None:
+def test_other_machines_do_not_share_a_queue() -> None:
     queue = multiprocessing.get_context("spawn").Queue()
     with pytest.raises(TypeError, match="other machines"):
-        pack(lambda found: queue, tmp_path, is_here=False)
+        pack(lambda found: queue, is_here=False)
     queue.close()
 
 
-def test_other_machines_cannot_reach_a_manager_of_this_one(tmp_path: Path) -> None:
+def test_other_machines_cannot_reach_a_manager_of_this_one() -> None:
     with multiprocessing.get_context("spawn").Manager() as manager:
         values = manager.dict()
-        assert pack(lambda found: values, tmp_path).fds
+        assert pack(lambda found: values).fds
         with pytest.raises(TypeError, match="other machines"):
-            pack(lambda found: values, tmp_path, is_here=False)
+            pack(lambda found: values, is_here=False)
 
 
-def test_a_lock_without_a_name_is_refused_with_advice(tmp_path: Path) -> None:
+def test_a_lock_without_a_name_is_refused_with_advice() -> None:
     with pytest.raises(TypeError, match="only forked processes can share"):
-        pack(lambda found: multiprocessing.get_context("fork").Lock(), tmp_path)
+        pack(lambda found: multiprocessing.get_context("fork").Lock())
     assert "multiprocessing.get_context('spawn')" in reason(multiprocessing.get_context("fork").Queue())
 
 
-def test_a_result_holds_no_end_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_holds_no_end_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = multiprocessing.Pipe()
     monkeypatch.setenv(RANK, "0")
     with pytest.raises(TypeError, match="only the notebook"):
-        pack(lambda found: ends, tmp_path)
+        pack(lambda found: ends)
     for end in ends:
         end.close()
