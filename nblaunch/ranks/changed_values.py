@@ -17,13 +17,14 @@ _MAX_PARTS = 1_000
 _MAX_SAMPLES = 4_096
 """Elements of an array that it looks at."""
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset)
 
 
-def content_of(value: Any) -> Any:
+def content_of(value: Any, *, is_deep: bool = True) -> Any:
     """Return what differs after most changes in place, at little cost: compare it with ``==``.
 
-    That is the versions of tensors, samples of arrays, and the elements and attributes of other objects. None of the
-    user's code runs.
+    That is the versions of tensors, which in-place operations bump, samples of arrays, and the elements and attributes
+    of other objects; those of elements and attributes, too, if `is_deep`. None of the user's code runs.
     """
     found: list[Any] = []
     parts, seen = [value], set[int]()
@@ -37,7 +38,7 @@ def content_of(value: Any) -> Any:
             if id(part) not in seen:
                 seen.add(id(part))
                 found += _own_content(part)
-                parts += itertools.islice(_parts_of(part), _MAX_PARTS)
+                parts += itertools.islice(_parts_of(part), _MAX_PARTS) if is_deep or part is value else ()
     except Exception:  # noqa: BLE001  # a thread of the user changes it meanwhile
         return None
     return found
@@ -48,19 +49,17 @@ def _own_content(part: Any) -> list[Any]:
     if torch is not None and isinstance(part, torch.Tensor):
         return [_version(part)]
     if torch is not None and isinstance(part, torch.nn.Module):
-        tensors = itertools.chain(torch.nn.Module.parameters(part), torch.nn.Module.buffers(part))
-        return [(id(tensor), _version(tensor)) for tensor in tensors]
+        return [(id(tensor), _version(tensor)) for tensor in _tensors(part)]
     if numpy is not None and isinstance(part, numpy.ndarray):
         return [part.shape, numpy.asarray(part).flat[:: max(1, part.size // _MAX_SAMPLES)].tobytes()]
-    return []
+    return [kind.__len__(part) for kind in _CONTAINERS if isinstance(part, kind)]  # not the user's
 
 
 def _parts_of(part: Any) -> Iterator[Any]:
     torch = sys.modules.get("torch")
     if isinstance(part, dict):
         return itertools.chain.from_iterable(dict.items(part))
-    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
-    for kind in kinds:
+    for kind in _CONTAINERS:
         if isinstance(part, kind):
             return kind.__iter__(part)  # type: ignore[no-any-return]  # not the user's
     is_opaque = isinstance(part, (type, types.ModuleType, types.FunctionType))
@@ -72,45 +71,29 @@ def _parts_of(part: Any) -> Iterator[Any]:
         return iter(())
 
 
-def fingerprints(watched: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `unreturned` compares with. Call it before the function runs."""
-    return {name: _fingerprint(value) for name, value in watched.items()}
-
-
-def unreturned(watched: Mapping[str, Any], before: Mapping[str, Any], result: Any) -> tuple[str, ...]:
-    """Return the names of watched values that have changed and are not part of the result."""
-    changed = [name for name, earlier in before.items() if _fingerprint(watched[name]) != earlier]
-    if not changed:
-        return ()
-    parts = list(_walk(result))
-    return tuple(name for name in changed if not _is_returned(watched[name], parts))
-
-
-def _fingerprint(value: Any) -> Any:
-    """Return the tensor versions of a module, which in-place operations bump, or the element ids of a container."""
-    if hasattr(value, "state_dict"):
-        return [(name, _version(tensor)) for name, tensor in _tensors(value).items() if not _is_shared(tensor)]
-    elements = list(value.items()) if isinstance(value, dict) else list(value)
-    return [len(elements), [tuple(map(id, e)) if isinstance(value, dict) else id(e) for e in elements[:_MAX_ELEMENTS]]]
-
-
-def _tensors(module: Any) -> dict[str, Any]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _is_shared(tensor: Any) -> bool:
-    """Return True if the notebook sees the tensor's changes. False for CUDA tensors: torch calls all of them shared."""
-    try:
-        return _is_tensor(tensor) and tensor.device.type == "cpu" and bool(tensor.is_shared())
-    except ValueError:
-        return False  # an uninitialized parameter of a lazy module
+def _tensors(module: Any) -> Iterator[Any]:
+    kind = sys.modules["torch"].nn.Module
+    return itertools.chain(kind.parameters(module), kind.buffers(module))
 
 
 def _version(tensor: Any) -> int:
+    """Return the version of a tensor; 0 if the notebook sees its changes, as torch calls all CUDA tensors shared."""
     try:
-        return int(tensor._version)
+        return 0 if tensor.device.type == "cpu" and _has_storage(tensor) and tensor.is_shared() else tensor._version
     except RuntimeError:
         return 0  # inference tensors have no version counter
+    except ValueError:
+        return int(tensor._version)  # an uninitialized parameter of a lazy module
+
+
+def unreturned(watched: Mapping[str, Any], before: Mapping[str, Any], result: Any) -> tuple[str, ...]:
+    """Return the names of watched values that have changed since `before` and are not part of the result.
+
+    `before` has the `content_of` each that is not deep.
+    """
+    changed = [name for name, value in watched.items() if content_of(value, is_deep=False) != before[name]]
+    parts = list(_walk(result)) if changed else []
+    return tuple(name for name in changed if not _is_returned(watched[name], parts))
 
 
 def _is_returned(value: Any, parts: list[Any]) -> bool:
@@ -119,18 +102,17 @@ def _is_returned(value: Any, parts: list[Any]) -> bool:
         return True
     if not hasattr(value, "state_dict"):
         return False
-    own = _tensors(value)
-    storages = {tensor.untyped_storage().data_ptr() for tensor in own.values() if _is_tensor(tensor)}
+    own = set(value.state_dict())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in _tensors(value) if _has_storage(tensor)}
     for part in parts:
-        if isinstance(part, Mapping) and own and set(own) <= {str(key).removeprefix("module.") for key in part}:
+        if isinstance(part, Mapping) and own and own <= {str(key).removeprefix("module.") for key in part}:
             return True  # a state_dict, possibly copied to the CPU
-        if _is_tensor(part) and part.untyped_storage().data_ptr() in storages:
+        if _has_storage(part) and part.untyped_storage().data_ptr() in storages:
             return True
     return False
 
 
-def _is_tensor(value: Any) -> bool:
-    """Return True for a tensor with a storage: sparse tensors have none."""
+def _has_storage(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided
 

@@ -117,8 +117,6 @@ class KernelChannel:
                     self._arriving.put((message, fds))
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
-                    with contextlib.suppress(OSError):  # too many open files
-                        process_group.hush()
                     signal.pthread_kill(self._main, signal.SIGINT)
                     self.keyboard.wake()
                     deferral = self._deferral

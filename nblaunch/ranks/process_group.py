@@ -120,8 +120,7 @@ def join(world: World, rank: int, world_size: int) -> None:
     if world.no_group:
         return
     limit = _limit(world)
-    with joining():
-        dist.init_process_group(world.backend, timeout=None if limit is None else timedelta(seconds=limit))
+    dist.init_process_group(world.backend, timeout=None if limit is None else timedelta(seconds=limit))
     _home.ours = dist.group.WORLD
     guard.install()
 
@@ -258,31 +257,6 @@ def _store(home: _Home, address: tuple[str, int], timeout: timedelta | None) -> 
 # A rank is freed when it has not responded to an interrupt for 0.5 s (0.1 s after another rank's failure), or, if it
 # has and is in its ``finally``, once another rank has left the task, or after half of the grace period. The next task
 # makes the process group again, under a new generation.
-
-_turn = threading.Lock()
-_is_joining = False
-
-
-@contextlib.contextmanager
-def joining() -> Iterator[None]:
-    """Let `hush` discard stderr until the end of the block: torch writes C++ stacks about connections that are cut."""
-    global _is_joining
-    stderr = os.dup(2)
-    _is_joining = True
-    try:
-        yield
-    finally:
-        with _turn:
-            _is_joining = False
-            os.dup2(stderr, 2)
-        os.close(stderr)
-
-
-def hush() -> None:
-    """Discard stderr while this rank joins its group: a stop is about to cut connections, here or in other ranks."""
-    with _turn, open(os.devnull, "w") as null:
-        if _is_joining:
-            os.dup2(null.fileno(), 2)
 
 
 def cut() -> None:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import faulthandler
 import inspect
-import itertools
 import linecache
 import logging
 import multiprocessing.process
@@ -27,13 +26,11 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
 
 from nblaunch.machine import named_resources, processes
 from nblaunch.ranks import (
-    changed_values,
     environment,
     error_report,
     main_module,
@@ -42,6 +39,7 @@ from nblaunch.ranks import (
     stack_dumps,
 )
 from nblaunch.ranks.breakpoints import Breakpoints
+from nblaunch.ranks.changed_values import content_of, unreturned
 from nblaunch.ranks.collective_log import collective_log, cut_kernel
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.namespace import Namespace
@@ -294,7 +292,7 @@ class _Rank:
         try:
             at_home = self.home if isinstance(result, Payload) else None  # what a restarted rank is to have
             is_here = BELOW_AGENT not in os.environ
-            parcel = pack(lambda found: result, Path(self.spec.log_dir), home=at_home, is_here=is_here)
+            parcel = pack(lambda found: result, home=at_home, is_here=is_here)
         except Exception as error:  # noqa: BLE001  # a user's __reduce__
             self.link.send(error_report.unsendable_result(rank, task, result, error))
             return 1
@@ -321,11 +319,7 @@ def _call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[s
     __tracebackhide__ = HIDES_OLDER_FRAMES
     context = current()
     assert context is not None
-    before: dict[str, Any] = {}
-    try:
-        before = changed_values.fingerprints(payload.watched)
-    except Exception:  # noqa: BLE001  # a user's named_parameters; best effort: must never fail the task
-        _log.info("cannot watch the payload's values for modifications", exc_info=True)
+    before = {name: content_of(value, is_deep=False) for name, value in payload.watched.items()}
     if home is not None:
         home.names.update(_own_values(context))
     if isinstance(payload.function, Cell):
@@ -338,7 +332,7 @@ def _call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[s
         result = payload.function(*args, **kwargs)
     main_module.after_task()
     try:
-        return result, changed_values.unreturned(payload.watched, before, result)
+        return result, unreturned(payload.watched, before, result)
     except Exception:  # noqa: BLE001  # a user's module or container
         _log.info("cannot check the payload's values for modifications", exc_info=True)
         return result, ()
@@ -369,7 +363,6 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
         target = ast.copy_location(ast.Name(_VALUE, ast.Store()), last)
         tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
     code = compile(tree, cell.filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    _drop_source_with(code, cell.filename)
     try:
         if code.co_flags & inspect.CO_COROUTINE:
             error = asyncio.run(_awaited(code, namespace))
@@ -382,21 +375,6 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     if cell.shows_value and context.rank != cell.value_rank and value is not None:
         main_module.get_ipython().displayhook(value)
     return None if cell.keeps_value else value
-
-
-def _drop_source_with(code: CodeType, filename: str) -> None:
-    """Remove a cell's source from `linecache` once none of its code is left: a session runs many cells."""
-    parts = [code]
-    for part in parts:  # it grows meanwhile
-        parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
-    entry, left = linecache.cache[filename], itertools.count(len(parts) - 1, -1)
-
-    def release() -> None:
-        if next(left) == 0 and linecache.cache.get(filename) is entry:
-            del linecache.cache[filename]
-
-    for part in parts:
-        weakref.finalize(part, release).atexit = False
 
 
 async def _awaited(code: CodeType, namespace: dict[str, Any]) -> Exception | None:
