@@ -224,7 +224,7 @@ class BlobStore:
 
     def _add(self, part: BlobPart, data: Part) -> bool:
         if part.key not in self._arriving:
-            self._arriving[part.key] = _Arriving(segments.create_file(part.size))
+            self._arriving[part.key] = _Arriving(segments.create_file())
         blob = self._arriving[part.key]
         if part.offset in blob.offsets:
             return False

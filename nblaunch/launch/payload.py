@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers
@@ -102,7 +101,7 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
         )
 
     try:
-        parcel = pack(build, state_root, parts_of(payload), is_cached=True, is_here=is_here)
+        parcel = pack(build, parts_of(payload), is_cached=True, is_here=is_here)
     except ArgumentError:
         raise
     except NoRoomError as error:

@@ -94,7 +94,6 @@ class Questions:
         """Ask ranks that the caller has claimed; return the packed answers, whose descriptors the caller closes."""
         parcel = pack(
             lambda found: Payload(question, (), {}, None, Settings(), {}, names=names or {}),
-            self._ranks.log_dir,
             {name: sent.value for name, sent in (names or {}).items()},
             home,
             is_here=self._ranks.sent.is_here,

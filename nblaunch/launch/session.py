@@ -17,7 +17,6 @@ from nblaunch.launch import payload as payloads
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch, live_launches
-from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.questions import Questions, Restart, checked_expression, line_of
@@ -551,7 +550,7 @@ def _pack(
             name if name not in parts else f"{name} of {payloads.name_of(payload.function)}": value
             for name, value in arguments.items()
         }
-        parcel = pack(build, state_root, parts, gathered.home, is_cached=True, is_here=ranks.sent.is_here)
+        parcel = pack(build, parts, gathered.home, is_cached=True, is_here=ranks.sent.is_here)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
         name = payloads.name_of(payload.function)
         if code and isinstance(code[0], types.FunctionType):

@@ -1,28 +1,25 @@
 """Segments: large regions of memory, copied once into anonymous files that other processes map.
 
 A segment is written once and sealed. Each process maps it privately: all share its pages until one of them writes, and
-a write stays in the process that made it. Its file is a memfd. Where the system has none, or a container's seccomp
-filter refuses them, or memory is short, it is an unlinked file: in /dev/shm if there is room, else on disk.
+a write stays in the process that made it. Its file is a memfd; where the system has none, or a container's seccomp
+filter refuses them, it is an unlinked file in the folder of temporary files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import shutil
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nblaunch.machine.limits import SHARED_MEMORY, free_memory
+from nblaunch.machine.limits import free_memory
 
 _ALIGNMENT = 64
 """Bytes. A region's address in a segment and its address in memory are equal modulo this."""
@@ -34,9 +31,7 @@ _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
 _RESERVE_BYTES = 256 << 20
-"""Memory or disk space to leave free for other processes."""
-_LEFT_SHARE = 2
-"""At least 1/2 of /dev/shm stays free: containers have 64 MB, which DataLoader workers and NCCL need too."""
+"""Memory to leave free for other processes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -53,8 +48,7 @@ class Draft:
     """A file that is being written. End with `seal`, `leave_writable` or `close`."""
 
     def __init__(self, fd: int, reader: int | None = None) -> None:
-        self.fd, self.in_memory = fd, reader is None
-        self._reader = reader
+        self.fd, self._reader = fd, reader
         """Opened while the file had a name: /proc, which could open it again, may be missing."""
 
     def seal(self) -> int:
@@ -76,24 +70,16 @@ class Draft:
         os.close(self.leave_writable())
 
 
-def create_file(size: int = 0, folder: Path | None = None, name: str = "nblaunch") -> Draft:
-    """Open an anonymous file for writing: in memory where the system has memfds, or on disk in a `folder`."""
-    if folder is None:
-        memory = _memory_file(name)
-        if memory is not None:
-            return Draft(memory)
-        if _fits_shared_memory(size):
-            draft = _unlinked(name, SHARED_MEMORY)
-            with contextlib.suppress(OSError):  # another process has taken the room
-                if size:
-                    os.posix_fallocate(draft.fd, 0, size)
-                return draft
-            draft.close()
-    return _unlinked(name, folder)
-
-
-def _unlinked(name: str, folder: Path | None) -> Draft:
-    fd, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
+def create_file(name: str = "nblaunch") -> Draft:
+    """Open an anonymous file for writing."""
+    try:
+        return Draft(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except AttributeError:
+        pass  # macOS
+    except OSError as error:  # EPERM by seccomp, ENOSYS, EACCES by a sysctl
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+    fd, path = tempfile.mkstemp(prefix=f"{name}-")
     try:
         reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -103,33 +89,6 @@ def _unlinked(name: str, folder: Path | None) -> Draft:
         os.unlink(path)
     os.fchmod(fd, 0o400)  # or another process could open it for writing through /proc
     return Draft(fd, reader)
-
-
-def _has_memory_file(size: int) -> bool:
-    memory = _memory_file("nblaunch")
-    if memory is None:
-        return _fits_shared_memory(size)
-    os.close(memory)
-    return True
-
-
-def _memory_file(name: str) -> int | None:
-    """Return a memfd; None where the system has none or refuses them: EPERM by seccomp, ENOSYS, EACCES by a sysctl."""
-    try:
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except AttributeError:
-        return None
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise
-        return None
-
-
-def _fits_shared_memory(size: int) -> bool:
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        return False
-    room = shutil.disk_usage(SHARED_MEMORY)
-    return room.free - size >= room.total // _LEFT_SHARE
 
 
 # ------------------------------------------------------------------ segments
@@ -153,8 +112,8 @@ def memory_at(address: int, size: int) -> memoryview:
 class Segment:
     """A written segment; it owns its descriptor."""
 
-    def __init__(self, fd: int, size: int, in_memory: bool) -> None:
-        self.fd, self.size, self.in_memory = fd, size, in_memory
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
         self._mapped: memoryview | None = None
         self.close = weakref.finalize(self, os.close, fd)
 
@@ -177,7 +136,7 @@ class Placed(NamedTuple):
 
 
 class NoRoomError(OSError):
-    """Neither memory nor disk has room for a segment."""
+    """There is no room for a segment."""
 
     sizes: Mapping[str, int] = MappingProxyType({})
 
@@ -210,49 +169,17 @@ def grouped(regions: Sequence[Region]) -> list[list[Region]]:
 
 # ------------------------------------------------------------------ room
 def fits(size: int) -> bool:
-    return _memory_short_of(size) is None
+    if size < _MIN_CHECKED_BYTES:
+        return True
+    memory = free_memory()
+    return size <= memory - max(_RESERVE_BYTES, memory // 20)
 
 
 def check_memory(size: int) -> None:
     """Raise NoRoomError unless `size` bytes of memory are free."""
-    memory = _memory_short_of(size)
-    if memory is not None:
-        raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {in_words(memory)} of memory are free")
-
-
-def _memory_short_of(size: int) -> int | None:
-    if size < _MIN_CHECKED_BYTES:
-        return None
-    memory = free_memory()
-    return None if size <= memory - max(_RESERVE_BYTES, memory // 20) else memory
-
-
-def find_room(size: int, folder: Path) -> Path | None:
-    """Choose where to write `size` bytes: None for memory, else `folder`. NoRoomError: there is no room."""
-    memory = _memory_short_of(size)
-    if memory is None and _has_memory_file(size):
-        return None
-    disk = 0 if memory is not None and _is_memory(folder) else shutil.disk_usage(folder).free
-    if size <= disk - _RESERVE_BYTES:
-        return folder
-    free = (
-        "this system refuses memfd_create, and /dev/shm is too small"
-        if memory is None
-        else f"{in_words(memory)} of memory are free"
-    )
-    raise NoRoomError(
-        errno.ENOMEM, f"there is no room for {in_words(size)}: {free}, and {in_words(disk)} of disk in {folder}"
-    )
-
-
-def _is_memory(folder: Path) -> bool:
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    except OSError:
-        return False
-    return any(mount[2] == number and "tmpfs" in mount[mount.index("-") + 1] for mount in mounts)
+    if not fits(size):
+        free = in_words(free_memory())
+        raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {free} of memory are free")
 
 
 def in_words(size: float) -> str:
@@ -265,22 +192,18 @@ def in_words(size: float) -> str:
 
 
 # ------------------------------------------------------------------ writing
-def write(regions: Sequence[Region], folder: Path) -> list[Placed]:
-    """Copy regions that do not overlap into new segments, in `folder` if memory is short; return where each is.
-
-    Raises:
-        NoRoomError: There is no room.
-    """
-    where = find_room(sum(region.size for region in regions), folder)
-    return [placed for group in grouped(regions) for placed in _write_segment(group, where)]
+def write(regions: Sequence[Region]) -> list[Placed]:
+    """Copy regions that do not overlap into new segments; return where each is. NoRoomError: there is no room."""
+    check_memory(sum(region.size for region in regions))
+    return [placed for group in grouped(regions) for placed in _write_segment(group)]
 
 
-def _write_segment(regions: Sequence[Region], folder: Path | None) -> list[Placed]:
+def _write_segment(regions: Sequence[Region]) -> list[Placed]:
     offsets, size = [], 0
     for region in regions:
         offsets.append(size + (region.address - size) % _ALIGNMENT)
         size = offsets[-1] + region.size
-    draft = create_file(size, folder)
+    draft = create_file()
     try:
         os.ftruncate(draft.fd, size)
         for region, offset in zip(regions, offsets, strict=True):
@@ -291,7 +214,7 @@ def _write_segment(regions: Sequence[Region], folder: Path | None) -> list[Place
     except BaseException:
         draft.close()
         raise
-    segment = Segment(fd, size, draft.in_memory)
+    segment = Segment(fd, size)
     return [Placed(segment, offset, True) for offset in offsets]
 
 

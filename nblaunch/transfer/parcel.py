@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from nblaunch.errors import ArgumentError, PayloadError, text_of
@@ -31,15 +30,8 @@ from nblaunch.transfer.tensors import MIN_BUFFER_BYTES, MIN_SLICED_BYTES, Buffer
 from nblaunch.wire import RANK
 from nblaunch.wire.channel import write_blob
 
-_MIN_CHECKED_BYTES = 1 << 20
-"""A smaller pickle goes to memory, however short that is."""
 _MIN_VIEWED_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more is not copied on its way into the blob."""
-_MAX_SMALL_BYTES = 1 << 20
-"""Once a pickle holds as much in buffers below `MIN_BUFFER_BYTES`, further ones leave it: of a list of many, each
-receiver would have its own copy."""
-_MIN_OF_MANY_BYTES = 512
-"""The smallest of those; what a receiver needs to find one takes 200 bytes."""
 _BUDGET_SHARE = 10
 """The cache may take 1/10 of the memory that would be free without it."""
 _MIN_CACHED_BYTES = 64 << 10
@@ -87,10 +79,10 @@ class Outgoing(BufferSink):
         self.sizes: dict[str, int] = {}
         self.from_gpu = 0
         self._owners: list[object] = []
-        self._storages: list[tuple[Any, Region]] = []
+        self._storages: list[Any] = []
         self._counted: list[Region] = []
         self._uncounted: list[Region] = []
-        self._small_bytes = self._uncounted_bytes = 0
+        self._uncounted_bytes = 0
 
     # -------------------------------------------------------------- called by the pickler
     def write(self, data: Any, /) -> None:
@@ -105,7 +97,6 @@ class Outgoing(BufferSink):
             return False
         region = region_of(raw)
         if self._is_small(region, raw.obj):
-            self._small_bytes += region.size
             return True
         self._owners.append(buffer)
         self.buffers.append(region)
@@ -114,15 +105,15 @@ class Outgoing(BufferSink):
 
     def _is_small(self, region: Region, owner: object) -> bool:
         """Return True for memory that stays in the pickle. Parts of a large whole do not: others may overlap them."""
-        least = MIN_BUFFER_BYTES if self._small_bytes < _MAX_SMALL_BYTES else _MIN_OF_MANY_BYTES
-        if region.size >= least:
+        if region.size >= MIN_BUFFER_BYTES:
             return False
-        storage = self._storages[-1][1] if self._storages else Region(0, 0)
-        whole = storage.size if storage.address <= region.address < storage.end else 0
+        storage = self._storages[-1] if self._storages else None
+        last = Region(0, 0) if storage is None else Region(storage.data_ptr(), storage.nbytes())
+        whole = last.size if last.address <= region.address < last.end else 0
         return max(whole, getattr(getattr(owner, "base", None), "nbytes", 0)) < MIN_SLICED_BYTES or not region.size
 
     def keep_storage(self, storage: Any) -> None:
-        self._storages.append((storage, _memory_of(storage)))
+        self._storages.append(storage)
 
     def keep_until_received(self, owner: object) -> None:
         self.lent.append(owner)
@@ -147,14 +138,6 @@ class Outgoing(BufferSink):
         self.sizes[name] = self.sizes.get(name, 0) + self._uncounted_bytes
         self._uncounted, self._uncounted_bytes = [], 0
 
-    def check_storages(self) -> None:
-        for storage, memory in self._storages:
-            if _memory_of(storage) != memory:
-                raise BufferError(
-                    f"a tensor of {segments.in_words(memory.size)} was resized or freed while it was being packed, "
-                    "by another object's __reduce__ or __getstate__ or by another thread"
-                )
-
 
 class Parcel:
     """A packed object.
@@ -175,10 +158,6 @@ class Parcel:
 def _close(blob: int, held: list[object]) -> None:
     held.clear()  # a segment closes its descriptor unless the cache holds it too
     os.close(blob)
-
-
-def _memory_of(storage: Any) -> Region:
-    return Region(storage.data_ptr(), storage.nbytes())
 
 
 class _BufferInfo(ctypes.Structure):
@@ -213,7 +192,7 @@ class SentDataCache:
         self._kept: list[Segment] = []
         """Most recently used first."""
 
-    def place(self, regions: Sequence[Region], folder: Path) -> list[Placed]:
+    def place(self, regions: Sequence[Region]) -> list[Placed]:
         """Put regions into segments, cached ones where their content is the same."""
         budget(0)  # report a bad setting before copying
         with self._lock:
@@ -226,11 +205,11 @@ class SentDataCache:
             else:
                 stay = {each.segment for each in placed.values()}
             self._kept = [segment for segment in self._kept if segment in stay]
-            placed.update(zip(new, segments.write(new, folder), strict=True))
+            placed.update(zip(new, segments.write(new), strict=True))
             used = {id(each.segment): each.segment for each in placed.values()}
             self._known = {region: known for region, known in self._known.items() if known[0]() is not None}
             self._known.update((region, (weakref.ref(at.segment), at.offset)) for region, at in placed.items())
-            keep = [each for each in used.values() if each.in_memory and each.size >= _MIN_CACHED_BYTES]
+            keep = [each for each in used.values() if each.size >= _MIN_CACHED_BYTES]
             self._kept = keep + [segment for segment in self._kept if id(segment) not in used]
             self._evict(budget(self.size))
             return [placed[region] for region in regions]
@@ -279,7 +258,6 @@ os.register_at_fork(after_in_child=sent_data_cache.__init__)  # type: ignore[mis
 # ------------------------------------------------------------------ packing
 def pack(
     build: Callable[[pickling.Found], Any],
-    folder: Path | Callable[[], Path],
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
     *,
@@ -288,8 +266,8 @@ def pack(
 ) -> Parcel:
     """Pack the object that `build` returns: called with the definitions that the pickler finds in `parts`.
 
-    The sizes of `parts` are measured, also for NoRoomError, and the receiver's errors name them. Memory that is short
-    makes files in `folder`. A cached parcel sends again what the cache of sent data holds.
+    The sizes of `parts` are measured, also for NoRoomError, and the receiver's errors name them. A cached parcel sends
+    again what the cache of sent data holds.
     """
     outgoing = Outgoing(is_here)
     try:
@@ -299,19 +277,18 @@ def pack(
             outgoing.count(name)
         pickler.dump(build(pickler.found))
         outgoing.count("")
-        return _assemble(outgoing, folder, tuple(parts or ()), is_cached)
+        return _assemble(outgoing, tuple(parts or ()), is_cached)
     except NoRoomError as error:
         error.sizes = outgoing.sizes
         raise
 
 
-def _assemble(outgoing: Outgoing, folder: Path | Callable[[], Path], parts: tuple[str, ...], is_cached: bool) -> Parcel:
+def _assemble(outgoing: Outgoing, parts: tuple[str, ...], is_cached: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
-    outgoing.check_storages()
     # Buffers that overlap here must overlap in the receiver too.
     whole = segments.merged([each for each in outgoing.buffers if isinstance(each, Region)])
     place = sent_data_cache.place if is_cached else segments.write
-    placed = place(whole, _made(folder)) if whole else []
+    placed = place(whole)
     used = list({id(each.segment): each.segment for each in placed}.values())
     numbers = {id(segment): number for number, segment in enumerate(used)}
 
@@ -322,14 +299,9 @@ def _assemble(outgoing: Outgoing, folder: Path | Callable[[], Path], parts: tupl
 
     buffers = tuple(each if isinstance(each, int) else place_of(each) for each in outgoing.buffers)
     layout = _Layout(len(used), buffers, parts)
-    head, size = pickle.dumps(layout, protocol=5), sum(map(len, outgoing.stream))
-    in_folder = segments.find_room(size, _made(folder)) if size >= _MIN_CHECKED_BYTES else None
-    blob = write_blob(head, *outgoing.stream, folder=in_folder)
+    segments.check_memory(sum(map(len, outgoing.stream)))
+    blob = write_blob(pickle.dumps(layout, protocol=5), *outgoing.stream)
     return Parcel(blob, used, outgoing, sum(region.size for region, at in zip(whole, placed, strict=True) if at.is_new))
-
-
-def _made(folder: Path | Callable[[], Path]) -> Path:
-    return folder if isinstance(folder, Path) else folder()
 
 
 # ------------------------------------------------------------------ unpacking

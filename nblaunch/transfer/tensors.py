@@ -41,7 +41,7 @@ class BufferSink:
         """Take a buffer; return True to leave it in the pickle."""
 
     def keep_storage(self, storage: Any) -> None:
-        """Keep a storage alive, and check that it still has the same memory when it is copied: torch may free it."""
+        """Keep a storage alive until it is copied."""
 
     def keep_until_received(self, owner: object) -> None:
         """Keep the owner of named shared memory alive until the receiver has attached it."""

@@ -16,7 +16,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nblaunch.machine import segments
@@ -206,12 +205,12 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 
 
 # ------------------------------------------------------------------ blobs
-def write_blob(*parts: bytes | bytearray | memoryview, folder: Path | None = None) -> int:
-    """Return a descriptor of an anonymous, sealed file that holds these bytes: in memory, or on disk in `folder`."""
-    views = [memoryview(part).cast("B") for part in parts]
-    draft = segments.create_file(sum(map(len, views)), folder)
+def write_blob(*parts: bytes | bytearray | memoryview) -> int:
+    """Return a descriptor of an anonymous, sealed file that holds these bytes."""
+    draft = segments.create_file()
     try:
-        for view in views:
+        for part in parts:
+            view = memoryview(part).cast("B")
             while view:
                 view = view[os.write(draft.fd, view[: 1 << 30]) :]
         return draft.seal()

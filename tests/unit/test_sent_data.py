@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +42,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[SentDataCache]:
 
 def placed(cache: SentDataCache, *data: Data) -> list[Placed]:
     regions = sorted(each.region for each in data)
-    by_region = dict(zip(regions, cache.place(regions, Path("/nowhere")), strict=True))
+    by_region = dict(zip(regions, cache.place(regions), strict=True))
     return [by_region[each.region] for each in data]
 
 
@@ -150,13 +149,6 @@ def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyP
         budget(100)
 
 
-def test_files_are_not_kept(kept: SentDataCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.machine.segments.find_room", lambda size, folder: folder)
-    data = Data(ALONE, 1)
-    assert data.is_in(kept.place([data.region], tmp_path)[0])
-    assert kept.size == 0
-
-
 def test_launches_from_threads_get_what_they_sent(kept: SentDataCache) -> None:
     data = [Data(SMALL + number, number) for number in range(6)]
     wrong: list[Data] = []
@@ -184,7 +176,6 @@ def test_kept_data_is_evicted_for_a_launch_that_needs_the_memory(
     old, new = Data(2 * ALONE, 1), Data(2 * ALONE, 2)
     placed(kept, old)
     assert new.is_in(placed(kept, new)[0])
-    assert placed(kept, new)[0].segment.in_memory
 
 
 def test_the_digest_of_large_data_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
