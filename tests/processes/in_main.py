@@ -1,14 +1,14 @@
 """A script whose functions and classes live in ``__main__``, as those of a notebook's cells do.
 
 ``python in_main.py START_METHOD CHECK...`` runs these checks with two ranks, and writes to stdout one JSON object:
-the name of each check, and "ok" or what went wrong. Spawned ranks, and those whose children are, import torch: where
-they do not need each other, there is one.
+the name of each check, and "ok" or what went wrong. A spawned rank imports torch: there is one.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import inspect
 import io
 import json
 import multiprocessing
@@ -182,17 +182,9 @@ def gathers_objects(rank: int, world_size: int) -> None:
     assert received == [Config(7.0)]
 
 
-def _pool(method: str) -> None:
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
-
-
 def pool_by_fork() -> None:
-    _pool("fork")
-
-
-def pool_by_spawn() -> None:
-    _pool("spawn")
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
 
 
 @functools.cache
@@ -205,17 +197,9 @@ class CachedSquares(Squares):
         return cached_square(index)
 
 
-def _workers(method: str) -> None:
-    loader = DataLoader(CachedSquares(), batch_size=4, num_workers=1, multiprocessing_context=method)
-    assert torch.cat(list(loader)).tolist() == [i * i for i in range(8)]
-
-
 def loader_workers_by_fork() -> None:
-    _workers("fork")
-
-
-def loader_workers_by_spawn() -> None:
-    _workers("spawn")
+    loader = DataLoader(CachedSquares(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+    assert torch.cat(list(loader)).tolist() == [i * i for i in range(8)]
 
 
 def main_has_the_names_it_was_sent() -> None:
@@ -244,62 +228,33 @@ def what_other_ranks_and_pickle_bring_leaves_classes_as_they_are(rank: int) -> N
     assert Box.scaled.__globals__ is globals()
 
 
-IN_ONE: tuple[Callable[[], None], ...] = (
+ON_ONE_RANK: tuple[Callable[..., None], ...] = (
     pickles_by_name,
     main_has_the_names_it_was_sent,
     globals_are_one_and_the_same,
     pool_by_fork,
 )
-
-
-def all_in_one_launch() -> dict[str, str]:
-    """What came of several checks on this rank."""
-    return {check.__name__: _outcome(check) for check in IN_ONE}
-
-
-ALONE: tuple[Callable[[], None], ...] = (pool_by_spawn, loader_workers_by_spawn)
-"""Checks that one rank makes."""
-CHECKS: tuple[Callable[..., None], ...] = (
+ON_RANKS: tuple[Callable[..., None], ...] = (
     what_other_ranks_and_pickle_bring_leaves_classes_as_they_are,
-    pickles_by_name,
     torch_saves_a_whole_model,
     gathers_objects,
-    pool_by_fork,
-    pool_by_spawn,
     loader_workers_by_fork,
-    loader_workers_by_spawn,
-    main_has_the_names_it_was_sent,
-    globals_are_one_and_the_same,
+    *ON_ONE_RANK,
 )
+
+
+def all_in_one_launch(names: tuple[str, ...], rank: int, world_size: int) -> dict[str, str]:
+    """What came of these checks on this rank."""
+    given = {"rank": rank, "world_size": world_size}
+    checks = {check.__name__: check for check in ON_RANKS}
+    return {
+        name: _outcome(check, **{each: given[each] for each in inspect.signature(check).parameters})
+        for name, check in checks.items()
+        if name in names
+    }
 
 
 # ------------------------------------------------------------------ checks: what comes back to this process
-def raise_own() -> None:
-    raise OddNumberError("odd")
-
-
-def make_objects() -> tuple[Net, Config, Mode]:
-    return Net(), Config(0.3), Mode.TRAIN
-
-
-def objects_come_back_as_this_processs_own(**options: Any) -> None:
-    net, config, mode = notebook_launcher(make_objects, **options)[0]  # type: ignore[index]
-    assert type(net) is Net
-    assert config == Config(0.3)
-    assert mode is Mode.TRAIN
-
-
-def its_own_exception_can_be_caught(**options: Any) -> None:
-    caught: BaseException | None = None
-    try:
-        notebook_launcher(raise_own, **options)
-    except OddNumberError as error:
-        caught = error
-    assert str(caught) == "odd"
-    assert caught is not None
-    assert 'raise OddNumberError("odd")' in str(caught.__cause__)
-
-
 def state_of(kinds: tuple[Any, ...] = KINDS) -> list[Any]:
     return [*(dict(vars(kind)) for kind in kinds), list(Registered.known), Registered.__subclasses__()]
 
@@ -349,6 +304,8 @@ def an_exception_leaves_its_class_as_it_is(**options: Any) -> None:
     except OddNumberError as error:
         caught = error
     assert type(caught) is OddNumberError
+    assert str(caught) == "odd"
+    assert 'raise OddNumberError("odd")' in str(caught.__cause__)
     assert dict(vars(OddNumberError)) == before
 
 
@@ -488,8 +445,6 @@ EVERYWHERE: tuple[Callable[..., None], ...] = (
     classes_that_ranks_make_are_new_here,
 )
 AT_HOME: tuple[Callable[..., None], ...] = (
-    objects_come_back_as_this_processs_own,
-    its_own_exception_can_be_caught,
     a_local_class_comes_back_as_itself,
     what_multiprocessing_shares_is_shared,
     a_manager_and_what_it_holds_are_shared,
@@ -502,14 +457,9 @@ def main(start_method: str, *names: str) -> None:
     options: dict[str, Any] = {"num_processes": ranks, "start_method": start_method, "view": "none"}
     if start_method == "fork":
         warnings.simplefilter("ignore")  # of a process with threads
-    came: dict[str, str] = {}
-    if start_method == "spawn":  # importing torch is most of a launch
-        for of_rank in notebook_launcher(all_in_one_launch, **options):  # type: ignore[union-attr]
-            came |= {name: outcome for name, outcome in of_rank.items() if came.get(name, "ok") == "ok"}
-    on_ranks = {check.__name__: functools.partial(notebook_launcher, check) for check in CHECKS}
-    checks = on_ranks | {check.__name__: check for check in AT_HOME}
-    alone = {check.__name__: {"num_processes": 1} for check in ALONE}
-    came |= {name: _outcome(checks[name], **options | alone.get(name, {})) for name in names if name not in came}
+    came = {name: _outcome(globals()[name], **options) for name in names if globals()[name] not in ON_RANKS}
+    for of_rank in notebook_launcher(all_in_one_launch, (names,), **options):  # type: ignore[union-attr]
+        came |= {name: outcome for name, outcome in of_rank.items() if came.get(name, "ok") == "ok"}
     sys.stdout.write(json.dumps(came))
 
 

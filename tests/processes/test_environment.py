@@ -8,7 +8,9 @@ import logging
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nblaunch import notebook_launcher
-from nblaunch.engines.fork_servers import ForkServer, Where, servers
+from nblaunch.engines.fork_servers import Where, servers
 from nblaunch.machine.limits import usable_cpus
 from tests.conftest import conformance, eventually, marked_processes, present_server, settled_server
 from tests.processes.conftest import Launcher
+from tests.processes.test_named_resources import sum_of_block
+from tests.processes.test_rank_shell import magics
+from tests.processes.test_results import draw_some, draws, warn
 
 
 # ------------------------------------------------------------------ what ranks run
@@ -197,43 +202,26 @@ def test_the_next_launch_uses_variables_that_torch_reads_at_import(
     eventually(lambda: before not in marked_processes())
 
 
-def others() -> list[ForkServer]:
-    """The servers of other environments than the notebook's."""
-    here = Where.here().read_at_import
-    return [server for server in servers._servers if server.where.read_at_import != here]
-
-
 def debug_level() -> str:
     """What torch.distributed has read from TORCH_DISTRIBUTED_DEBUG when it was imported."""
     return dist.get_debug_level().name
 
 
-def kmp_setting() -> str | None:
-    return os.environ.get("KMP_DUPLICATE_LIB_OK")
-
-
-def test_a_variable_of_the_call_that_torch_reads_at_import_is_seen(launch: Launcher) -> None:
+def test_a_variable_of_the_call_that_torch_reads_at_import_has_one_of_two_servers_of_its_own() -> None:
     before = server_pid()
-    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert list(launch(debug_level, env=detail)) == ["DETAIL"] * 2
-    assert list(launch(debug_level)) == ["OFF"] * 2
-    assert list(launch(debug_level, env=detail)) == ["DETAIL"] * 2
-    assert server_pid() == before
-
-
-def test_only_two_servers_are_kept_for_variables_of_calls() -> None:
     for level in ("DETAIL", "INFO", "DETAIL", "OFF"):
         result: Any = notebook_launcher(
             debug_level, (), 1, view="none", start_method="forkserver", env={"TORCH_DISTRIBUTED_DEBUG": level}
         )
         assert list(result) == [level]
-    settled_server()
-    kept = [server.where.env["TORCH_DISTRIBUTED_DEBUG"] for server in others()]
-    assert kept == ["DETAIL", "OFF"]
+    assert server_pid() == before
+    here = Where.here().read_at_import
+    others = [server.where for server in servers._servers if server.where.read_at_import != here]
+    assert [where.env["TORCH_DISTRIBUTED_DEBUG"] for where in others] == ["DETAIL", "OFF"]
 
 
-def test_variables_set_by_libraries_start_no_new_fork_server(
-    launch: Launcher, start_method: str, monkeypatch: pytest.MonkeyPatch
+def test_variables_of_libraries_and_other_launches_start_no_new_fork_server(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = server_pid()
     for name, value in {
@@ -241,23 +229,10 @@ def test_variables_set_by_libraries_start_no_new_fork_server(
         "KMP_INIT_AT_FORK": "FALSE",
         "TORCHINDUCTOR_CACHE_DIR": "/nowhere",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "TORCHELASTIC_RUN_ID": "another",
     }.items():
         monkeypatch.setenv(name, value)
-    assert list(launch(kmp_setting)) == ["True"] * 2
-    assert server_pid() == before
-    before_it = others()
-    assert list(launch(kmp_setting, env={"KMP_DUPLICATE_LIB_OK": "FALSE"})) == ["FALSE"] * 2
-    added = [server for server in others() if server not in before_it]
-    assert any("KMP_DUPLICATE_LIB_OK" in server.where.named for server in added) == (start_method == "forkserver")
-
-
-def test_variables_of_another_launch_start_no_new_fork_server(
-    launch: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch(environment)
-    before = server_pid()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    launch(environment)
+    assert [env["KMP_DUPLICATE_LIB_OK"] for env in launch(environment)] == ["True"] * 2
     assert server_pid() == before
 
 
@@ -298,9 +273,21 @@ def test_ranks_have_the_notebooks_current_process_state(launch: Launcher) -> Non
     assert list(launch(process)) == [here, here]
 
 
-def as_born() -> tuple[dict[str, Any], dict[str, str], bool, int, tuple[int, set[int], str | None]]:
-    """All that the notebook's side decides of a rank before its function runs."""
-    return process(), environment(), jit_is_on(), oom_score(), threads()
+def as_born(block: str, rank: int) -> dict[str, Any]:
+    """All that the notebook's side decides of a rank before its function runs, and what works in it."""
+    return {
+        "random": draws(),
+        "rank": rank,
+        "sum": summed(),
+        "block": sum_of_block(block),
+        "warned": (warn(FutureWarning), warn(DeprecationWarning)),
+        "process": process(),
+        "variables": environment(),
+        "jit": jit_is_on(),
+        "oom": oom_score(),
+        "threads": threads(),
+        "shell": magics(rank),  # it leaves the folder
+    }
 
 
 @conformance("spawn")
@@ -312,14 +299,35 @@ def test_spawned_ranks_are_as_the_notebook_is_now(launch: Launcher, monkeypatch:
     monkeypatch.setenv("NBTEST_B", "second\nline = é")
     monkeypatch.delenv("NBTEST_A")
     monkeypatch.setenv("PYTORCH_JIT", "0")
-    for settings, variables, jit, score, count in launch(as_born, num_processes=1, threads_per_rank=3):
-        assert settings == here
+    draw_some()
+    block: Any = SharedMemory(create=True, size=100)
+    block.buf[:3] = bytes([1, 2, 3])
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        ranks = list(launch(as_born, kwargs={"block": block.name}, threads_per_rank=3))
+    assert sum_of_block(block.name) == 6  # the notebook's outlives the ranks
+    block.close()
+    block.unlink()
+    drawn = draws()
+    for rank, found in enumerate(ranks):
+        variables = found.pop("variables")
         assert variables["NBTEST_B"] == "second\nline = é"
-        assert (variables["RANK"], variables["WORLD_SIZE"], variables["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+        assert (variables["RANK"], variables["WORLD_SIZE"], variables["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
         assert "NBTEST_A" not in variables
-        assert not jit
-        assert score == min(1000, oom_score() + 500)
-        assert count == (3, {3}, "3")
+        assert found == {
+            "random": drawn,
+            "rank": rank,
+            "sum": 2.0,
+            "block": 6,
+            "warned": ("raised FutureWarning", "went on"),
+            "process": here,
+            "jit": False,
+            "oom": min(1000, oom_score() + 500),
+            "threads": (3, {3}, "3"),
+            "shell": ("RankShell", ["8", "two"], 3, "/"),
+        }
     assert before in marked_processes()  # what is spawned reads PYTORCH_JIT itself
 
 
@@ -375,11 +383,6 @@ def test_earlier_activity_of_the_notebook_harms_no_rank(launch: Launcher) -> Non
     nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()
     torch.cuda.is_available()
     assert list(launch(train_on_many_threads)) == [True, True]
-
-
-def test_the_oom_killer_prefers_ranks_to_the_notebook(launch: Launcher) -> None:
-    own = oom_score()
-    assert list(launch(oom_score)) == [min(1000, own + 500)] * 2
 
 
 @pytest.mark.parametrize(

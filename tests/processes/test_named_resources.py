@@ -62,7 +62,7 @@ def block() -> Iterator[SharedMemory]:
     made.unlink()
 
 
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_shared_memory_of_the_notebook_outlives_ranks(start_method: str, block: SharedMemory) -> None:
     for _ in range(2):
         result = quiet(sum_of_block, (block.name,), start_method=start_method, num_processes=2)

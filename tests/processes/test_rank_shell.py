@@ -69,7 +69,7 @@ def refused(magic: str) -> None:
 
 
 # ------------------------------------------------------------------ what holds
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_a_function_finds_the_shell(launch: Launcher) -> None:
     assert list(launch(magics)) == [("RankShell", ["8", "two"], 3, "/")] * 2
 

@@ -95,7 +95,7 @@ def train_and_return(net: nn.Module) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ results and arguments
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_each_ranks_value_comes_back_in_the_order_of_ranks(launch: Launcher) -> None:
     result = launch(where, num_processes=3)
     assert isinstance(result, LaunchResult)
@@ -286,8 +286,8 @@ def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
 def test_ranks_have_the_notebooks_flags(launch: Launcher) -> None:
     usual = read_flags()
     assert list(launch(read_flags)) == [usual, usual]
-    changed = change_flags()
-    assert list(launch(read_flags)) == [changed, changed]
+    changed = change_flags()  # which imports torch's compiler, here and in ranks
+    assert list(launch(read_flags, num_processes=1)) == [changed]
 
 
 @pytest.mark.parametrize(("action", "outcome"), [("error", "raised FutureWarning"), ("ignore", "went on")])
@@ -297,25 +297,6 @@ def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, l
         warnings.simplefilter(action, FutureWarning)
         result = launch(warn, (FutureWarning,))
     assert list(result) == [outcome] * 2
-
-
-def as_begun() -> tuple[tuple[float, float, list[float]], dict[str, Any], str, str]:
-    return draws(), read_flags(), warn(FutureWarning), warn(DeprecationWarning)
-
-
-@conformance("spawn")
-@pytest.mark.usefixtures("_settings_restored")
-def test_spawned_ranks_start_from_the_notebooks_settings(launch: Launcher) -> None:
-    """In one launch what the fork server's ranks are asked one by one: importing torch is most of a spawned rank."""
-    changed = change_flags() | {"default device": "cpu"}
-    torch.set_default_device("cpu")
-    draw_some()
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        warnings.simplefilter("error", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from_ranks = list(launch(as_begun, num_processes=1))
-    assert from_ranks == [(draws(), changed, "raised FutureWarning", "went on")]
 
 
 # ------------------------------------------------------------------ coming from accelerate
