@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -103,6 +104,8 @@ class Account:
     """The node of each rank; none if all are on the notebook's own machine."""
     is_shown: bool = False
     """Whether the cell that raises the exception has shown it, with its traceback."""
+    asked: str = ""
+    """The expression that a session was asked for; empty for a task."""
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
@@ -120,6 +123,16 @@ def exception_for(cause: Cause, account: Account) -> Any:
         return _explained(error, cause, failed, account)
     except Exception:  # noqa: BLE001  # a user's __setattr__, such as that of a frozen dataclass
         return _explained(_substitute(cause, failed, account), cause, failed, account)
+
+
+def answer_of(end: RankEnd, asked: str, session: str, files: LaunchFiles) -> Any:
+    """Return the exception of a rank of a session that could not answer a question."""
+    assert end.failed is not None
+    cause = Cause(end.failed.kind, end.rank, end.failed.time_ns, end)
+    error = exception_for(cause, Account(f"`{asked}`", [end], files, {}, {}, session=session, asked=asked))
+    if cause.kind == "result":  # the message says it all
+        show_as(error, [f"ResultError: {error}"])
+    return error
 
 
 def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> Any:
@@ -195,28 +208,31 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
         message = f"rank {cause.rank} was interrupted (SIGINT), and not by this notebook. Log: {log}"
         return RankDiedError(message, cause.rank, log)
     if failed.kind == "result":
-        return ResultError(
-            f"rank {cause.rank}'s return value could not be sent: {failed.text}. {result_advice(failed.type_name)}",
-            cause.rank,
-            log,
-        )
-    error = rebuilt(failed)
-    return _substitute(cause, failed, account) if error is None else error
+        what, verb = (f"`{account.asked}`", "Pull") if account.asked else ("return value", "Return")
+        why = re.sub("^result", account.asked, failed.text) if account.asked.isidentifier() else failed.text
+        said = f"rank {cause.rank}'s {what} could not be sent: {why}. {_result_advice(failed.type_name, verb)}"
+        return ResultError(said, cause.rank, log)
+    try:
+        return pickle.loads(failed.pickled)
+    except Exception:  # noqa: BLE001  # none was sent, the notebook cannot import its class, or it fails to load
+        return _substitute(cause, failed, account)
 
 
-def result_advice(type_name: str, verb: str = "Return") -> str:
+def not_rebuilt(
+    rank: int, trouble: BaseException, log: Path | None, what: str = "return value", verb: str = "Return"
+) -> ResultError:
+    """Return the error for what a rank has sent and `trouble` keeps the notebook from loading."""
+    why = f"{type(trouble).__name__}: {text_of(trouble)}".rstrip(".")
+    advice = _result_advice(type(trouble).__name__, verb)
+    error = ResultError(f"rank {rank}'s {what} cannot be rebuilt in the notebook: {why}. {advice}", rank, log)
+    error.__cause__ = trouble
+    return error
+
+
+def _result_advice(type_name: str, verb: str) -> str:
     if type_name.rpartition(".")[2] in ("OSError", "NoRoomError", "MemoryError"):
         return f"{verb} fewer or smaller tensors"
     return f"{verb} tensors or plain data"
-
-
-def rebuilt(failed: Failed) -> Any:
-    if not failed.pickled:
-        return None
-    try:
-        return pickle.loads(failed.pickled)
-    except Exception:  # noqa: BLE001  # user code
-        return None  # a class that the notebook cannot import
 
 
 def _left(failed: Failed, account: Account) -> RankError:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from nblaunch.engines.protocol import Engine, GivenUpError
-from nblaunch.errors import LaunchStoppedError, RankError, ResultError, StartError, warn
+from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
 from nblaunch.launch.cell_input import CellInput, console_for
 from nblaunch.launch.commands import Commands
@@ -412,10 +412,7 @@ class Launch:
             try:
                 self._returned[rank] = unpack(fds)
             except BaseException as trouble:  # noqa: BLE001  # user code, which may call sys.exit
-                said = f"rank {rank}'s return value cannot be rebuilt in the notebook: {type(trouble).__name__}"
-                said += f": {trouble}. {failures.result_advice(type(trouble).__name__)}"
-                error = error or ResultError(said, rank, files.err(rank))
-                error.__cause__ = trouble
+                error = error or failures.not_rebuilt(rank, trouble, files.err(rank))
         return error
 
 

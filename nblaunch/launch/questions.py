@@ -11,15 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from nblaunch.errors import (
-    ArgumentError,
-    NblaunchError,
-    RankDiedError,
-    RankLostError,
-    RankRaisedError,
-    ResultError,
-    text_of,
-)
+from nblaunch.errors import ArgumentError, NblaunchError, RankDiedError, RankLostError
 from nblaunch.launch import failures
 from nblaunch.launch.frontend import host, wait_in_steps
 from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
@@ -30,7 +22,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import pack, unpack
 from nblaunch.transfer.pickling import Home
-from nblaunch.wire.messages import Bound, Failed, Losses, Payload, Question, SentName, Settings
+from nblaunch.wire.messages import Bound, Payload, Question, SentName, Settings
 
 T = TypeVar("T")
 
@@ -66,7 +58,6 @@ class Questions:
         """
         deadline = float("inf") if within is None else time.monotonic() + within
         stop = threading.Event()
-
         ticket = Ticket()
 
         def work() -> dict[int, list[int]]:
@@ -92,16 +83,17 @@ class Questions:
         stop: threading.Event,
     ) -> dict[int, list[int]]:
         """Ask ranks that the caller has claimed; return the packed answers, whose descriptors the caller closes."""
+        names = names or {}
         parcel = pack(
-            lambda found: Payload(question, (), {}, None, Settings(), {}, names=names or {}),
-            {name: sent.value for name, sent in (names or {}).items()},
+            lambda found: Payload(question, (), {}, None, Settings(), {}, names=names),
+            {name: sent.value for name, sent in names.items()},
             home,
             is_here=self._ranks.sent.is_here,
         )
         try:
             is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit
             code = question.text if is_code else ""
-            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop, code=code)
+            return self.send(parcel.fds, question.ranks, names, deadline, stop, code=code)
         finally:
             parcel.close()
 
@@ -117,14 +109,8 @@ class Questions:
     ) -> dict[int, list[int]]:
         """Send a packed question to ranks that the caller has claimed; see `ask_now`.
 
-        Args:
-            fds: The parcel.
-            wanted: The ranks whose answers matter; None: all.
-            names: Names that it binds.
-            deadline: By the monotonic clock.
-            stop: Ends the question when it is set.
-            code: Code of the user that it runs, which may call collectives: all ranks join their process group, and are
-                freed from a collective at the price of the group when the question ends early.
+        `code` of the user may call collectives: all ranks join their process group, and are freed from a collective at
+        the price of the group when the question ends early. `wanted` are the ranks whose answers matter; None: all.
         """
         ranks = self._ranks
         is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
@@ -138,7 +124,8 @@ class Questions:
             asked = task.present if wanted is None else [task.ranks[number] for number in wanted]
             failed = [rank.failed for rank in asked if rank.failed is not None]
             if failed:  # the first, unless it comes from a collective that another failure has ended
-                raise _exception(min(failed, key=lambda each: (bool(each.collective), each.time_ns)), code)
+                first = min(failed, key=lambda each: (bool(each.collective), each.time_ns))
+                raise failures.answer_of(task.ranks[first.rank].end, code, ranks.name, ranks.files)
             for rank in asked:
                 if rank.member.exited is not None:
                     restart = restart_command(ranks.name, [rank.rank])
@@ -218,10 +205,7 @@ def _unpacked(answers: dict[int, list[int]], code: str) -> dict[int, Any]:
             try:
                 values[rank] = unpack(answers.pop(rank))
             except Exception as error:
-                why = f"{type(error).__name__}: {text_of(error)}"
-                advice = failures.result_advice(type(error).__name__, "Pull")
-                said = f"rank {rank}'s `{code}` cannot be rebuilt in the notebook: {why.rstrip('.')}. {advice}"
-                raise _shown_as(ResultError(said, rank), f"ResultError: {said}") from error
+                raise failures.not_rebuilt(rank, error, None, f"`{code}`", "Pull") from error
     finally:
         close_all(answers)
     return values
@@ -238,43 +222,17 @@ def close_all(answers: Mapping[int, Sequence[int]]) -> None:
             os.close(fd)
 
 
-def _exception(failed: Failed, code: str) -> BaseException:
-    """Return the exception of a rank that could not answer, with its rank and traceback."""
-    if failed.kind == "result":
-        why = failed.text.replace("result", code, int(code.isidentifier() and failed.text.startswith("result")))
-        advice = failures.result_advice(failed.type_name, "Pull")
-        said = f"rank {failed.rank}'s `{code}` could not be sent: {why}. {advice}"
-        return _shown_as(ResultError(said, failed.rank), f"ResultError: {said}")
-    error: Any = failures.rebuilt(failed)
-    if error is None:
-        error = RankRaisedError(f"rank {failed.rank} raised {failed.type_name}: {failed.text}", failed.rank)
-    with contextlib.suppress(Exception):  # a user's __setattr__
-        error.rank = failed.rank
-        error.__cause__ = failures.RankTraceback(f"on rank {failed.rank}:\n{failed.traceback}")
-        lines = [f"{type(error).__name__}: {text_of(error)}", "", f"On rank {failed.rank}:"]
-        _shown_as(error, *lines, *failed.traceback.rstrip().splitlines())
-    return error  # type: ignore[no-any-return]  # Any, to give it attributes
-
-
-def _shown_as(error: Any, *lines: str) -> BaseException:
-    """Make IPython show these lines of an error instead of nblaunch's frames; return the error."""
-    failures.show_as(error, lines)
-    return error  # type: ignore[no-any-return]  # Any, to give it an attribute
-
-
 class Restart:
     """Restarts ranks in one turn of the queue: asks the old ranks for their names, then sends these to the new ranks.
 
     Attributes:
-        lost: What could not be kept, in words.
-        unwrapped: Names of a DistributedDataParallel that now have the module in it.
+        lost: What could not be kept as it was, in words.
     """
 
     def __init__(self, ranks: SessionRanks, questions: Questions) -> None:
         self._ranks, self._questions = ranks, questions
         self._stop = threading.Event()
         self.lost: list[str] = []
-        self.unwrapped: list[str] = []
 
     def run(self, chosen: Collection[int], keep: bool) -> None:
         """Start ranks again, and replace the process group with the next task.
@@ -295,14 +253,12 @@ class Restart:
         ranks = self._ranks
         ranks.queue.enqueue(ticket)
         with ranks.claimed(ticket, self._stop.is_set, self._stop.set, needs_ranks=False):
-            try:
-                dumps = self._dumps(chosen) if keep else {}
-            except BaseException:
-                self.lost, self.unwrapped = [], []  # the old ranks have everything
-                raise
+            dumps = self._dumps(chosen) if keep else {}
             try:
                 self._replace(chosen)
                 self._stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
+                if keep:
+                    self.lost += [f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in dumps]
                 deadline = time.monotonic() + timeouts.RANK_ANSWER_TIMEOUT_S
                 close_all(self._questions.ask_now(Question("names"), deadline=deadline, stop=threading.Event()))
                 while dumps:
@@ -320,20 +276,10 @@ class Restart:
         ranks.renew()
 
     def _dumps(self, chosen: Collection[int]) -> dict[int, list[int]]:
-        """Return a packed question for each rank: it binds the names that the old process has."""
-        present = [rank for rank in chosen if rank in self._ranks.present and not self._ranks.group.is_over]
-        self.lost += [f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in present]
+        """Return a packed question for each rank that lives: it binds the names that the old process has."""
+        present = [rank for rank in chosen if rank in self._ranks.present]
         if not present:
             return {}
-        answers = self._questions.ask_now(Question("losses", ranks=tuple(present)), stop=self._stop)
-        path: list[str] = []
-        for rank in sorted(answers):
-            found: Losses | None = unpack(answers.pop(rank))
-            if found is not None:
-                self.lost += [f"rank {rank}: {reason}" for reason in found.reasons]
-                self.unwrapped += [name for name in found.unwrapped if name not in self.unwrapped]
-                path += found.path
-        self._ranks.own_path = list(dict.fromkeys(path))
         dumps = self._questions.ask_now(Question("dump", ranks=tuple(present)), stop=self._stop)
         close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in present})
         return dumps

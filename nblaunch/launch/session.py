@@ -337,8 +337,6 @@ class Session:
         try:
             restart.run(self._checked(ranks) or range(self.world_size), keep)
         finally:
-            if restart.unwrapped:
-                warn(f"{', '.join(restart.unwrapped)}: kept as the module it wraps; wrap it again", each_time=True)
             if restart.lost:
                 warn("the restart could not keep these names: " + "; ".join(restart.lost), each_time=True)
 

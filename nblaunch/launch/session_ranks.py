@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nblaunch.engines.protocol import Engine, NodeLeaving, Received
@@ -131,7 +130,6 @@ class SessionRanks:
         last_sources: The cells that define what the last task ran.
         idle_since: When the last task ended, by the monotonic clock.
         leaving: Why a node is being taken back, if its agent has said so between two tasks; empty if none is.
-        own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
     """
 
     group: WorkerGroup
@@ -149,7 +147,6 @@ class SessionRanks:
         self.idle_since = time.monotonic()
         self.late_output = LateOutput()
         self.leaving = ""
-        self.own_path: list[str] = []
         self._engine = engine
         self._tasks = 0
         self._commands = Commands()
@@ -164,8 +161,8 @@ class SessionRanks:
         """
         with contextlib.ExitStack() as opened:
             opened.callback(self._commands.close)
-            self._files = LaunchFiles.create(self.id)
-            opened.callback(self._files.close)
+            self.files = LaunchFiles.create(self.id)
+            opened.callback(self.files.close)
             order = Order(
                 self.id,
                 self.plan.world_size,
@@ -174,7 +171,7 @@ class SessionRanks:
                 this_process(),
                 self.plan.envs,
                 self.plan.named,
-                str(self._files.directory),
+                str(self.files.directory),
                 is_kept=True,
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
@@ -291,10 +288,6 @@ class SessionRanks:
 
     # -------------------------------------------------------------- the ranks
     @property
-    def log_dir(self) -> Path:
-        return self._files.directory
-
-    @property
     def present(self) -> list[int]:
         return [] if self.group.is_over else self.group.live
 
@@ -314,8 +307,8 @@ class SessionRanks:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The entries that the ranks' ``sys.path`` must have: the notebook's of now, and those of earlier ranks."""
-        return (*map(str, sys.path), *self.own_path)
+        """The entries that the ranks' ``sys.path`` must have."""
+        return tuple(map(str, sys.path))
 
     def world(self, rank: int) -> World:
         """Return the rendezvous of a rank's next task; without a process group while a rank is dead."""

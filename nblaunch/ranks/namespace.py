@@ -16,7 +16,7 @@ from typing import Any
 from nblaunch.ranks.changed_values import content_of
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.wire.messages import MAX_BOUND, Bound, Losses, NamesTaken, Payload, Question, SentName, Settings
+from nblaunch.wire.messages import MAX_BOUND, Bound, NamesTaken, Payload, Question, SentName, Settings
 
 _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
@@ -52,8 +52,6 @@ class Namespace(pickling.Home):
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
         self._notebooks: dict[str, _OfNotebook] = {}
         """The names that have the notebook's value. The others are this rank's own."""
-        self._unsendable: dict[str, str] = {}
-        """Names that a restart cannot keep, and why."""
         self._lost: tuple[str, ...] = ()
         """Names of the last task that could not be rebuilt, and why."""
         self._keys: dict[int, str] = {}
@@ -78,7 +76,8 @@ class Namespace(pickling.Home):
         self.main.update(payload.main)
         names = {n: sent for n, sent in payload.names.items() if sent.ranks is None or self._rank in sent.ranks}
         unbuilt = {name: sent.value.reason for name, sent in names.items() if type(sent.value) is pickling.Unbuilt}
-        self._lost = tuple(f"`{name}` could not be rebuilt ({why})" for name, why in unbuilt.items() if _is_shown(name))
+        lost = (f"`{name}` could not be rebuilt ({why})" for name, why in unbuilt.items() if _is_shown(name))
+        self._lost = (*payload.kwargs.get("lost", ()), *lost) if isinstance(payload.function, Question) else ()
         names = {name: sent for name, sent in names.items() if name not in unbuilt}
         forced = {name for name, sent in names.items() if sent.is_forced}
         new_owners = definitions.take_new_owners()  # of tensors that were sent, not referred to
@@ -150,8 +149,6 @@ class Namespace(pickling.Home):
             if self._error is not None:
                 self.examine(self._error)
             return self._error is not None
-        if question.kind == "losses":
-            return self._find_losses()
         if question.kind == "dump":
             return self._dump()
         if question.kind == "restore":
@@ -163,29 +160,21 @@ class Namespace(pickling.Home):
         found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
         return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
 
-    def _find_losses(self) -> Losses:
-        """Find what `_dump` leaves out or replaces; return what the user knows of that."""
-        found = self._to_dump()
-        self._unsendable = {name: reason for name, value in found.items() if (reason := self._why_not(name, value))}
-        reasons = tuple(reason for name, reason in self._unsendable.items() if _is_shown(name))
-        names = self._named()
-        kept = [name for name in found if name not in self._unsendable and _is_shown(name)]
-        unwrapped = tuple(name for name in kept if found[name] is not names.get(name))
-        return Losses(reasons, unwrapped, tuple(map(str, sys.path)))
-
     def _why_not(self, name: str, value: Any) -> str:
         probe = _Probe(self.names, lambda obj: type(obj).__name__ if _holds_group(type(obj)) else "")
         error = pickling.explain(value, f"`{name}`", probe)
         ends = f"`{name}` holds a {probe.found}, whose process group ends: what it wraps needs a name of its own"
         return ends if probe.found else str(error or "")
 
-    def _to_dump(self) -> dict[str, Any]:
-        found = self._named().items()
-        return {name: _unwrapped(value) for name, value in found if not name.startswith("__") and name not in PROVIDED}
-
     def _dump(self) -> Payload:
-        """Return a payload that binds all names that can be sent, pickled by themselves. `_find_losses` comes first."""
-        values = {name: value for name, value in self._to_dump().items() if name not in self._unsendable}
+        """Return a payload that binds all names that can be sent, pickled by themselves, and names the others."""
+        named = {n: value for n, value in self._named().items() if not n.startswith("__") and n not in PROVIDED}
+        values = {name: _unwrapped(value) for name, value in named.items()}
+        lost = {name: reason for name, value in values.items() if (reason := self._why_not(name, value))}
+        values = {name: value for name, value in values.items() if name not in lost}
+        changed = {name: f"`{name}` is kept as the module it wraps: wrap it again" for name in values}
+        lost |= {name: said for name, said in changed.items() if values[name] is not named[name]}
+        said = [reason for name, reason in lost.items() if _is_shown(name)]
         digests = {name: self._digests[name] if self._is_notebooks(name) else b"" for name in values}
         names = {
             name: SentName(pickling.ByItself(value), digests[name], True, (self._rank,))
@@ -195,7 +184,7 @@ class Namespace(pickling.Home):
         code = (types.ModuleType, types.FunctionType, type)  # a __setstate__ may use them
         first = (definitions.BoundFirst(name, each) for name, each in values.items() if isinstance(each, code))
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
-        return Payload(question, tuple(first), {}, None, Settings(), {}, main=dict(self.main), names=names)
+        return Payload(question, tuple(first), {"lost": said}, None, Settings(), {}, main=dict(self.main), names=names)
 
     # -------------------------------------------------------------- a `pickling.Home`, for `_dump`: all is dumped
     def key_of(self, obj: object) -> tuple[str, bool]:

@@ -206,23 +206,11 @@ class SentName:
 class Question:
     """What the kernel asks kept ranks about their names, in place of a function."""
 
-    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "losses", "dump", "restore", "debug"]
+    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "dump", "restore", "debug"]
     text: str = ""
     """An expression, or for ``complete`` the code up to the cursor."""
     ranks: tuple[int, ...] | None = None
     """Ranks that answer; None: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """The answer to ``losses``: what a restart of this rank cannot keep."""
-
-    reasons: tuple[str, ...]
-    """One for each name that the user knows and that is lost."""
-    unwrapped: tuple[str, ...]
-    """Names of a DistributedDataParallel that will have the module in it."""
-    path: tuple[str, ...]
-    """Its ``sys.path``, which the names may need."""
 
 
 # ------------------------------------------------------------------ rank and kernel
