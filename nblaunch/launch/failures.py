@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -219,7 +218,7 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
 
 
 def not_rebuilt(
-    rank: int, trouble: BaseException, log: Path | None, what: str = "return value", verb: str = "Return"
+    rank: int, trouble: BaseException, log: Any, what: str = "return value", verb: str = "Return"
 ) -> ResultError:
     """Return the error for what a rank has sent and `trouble` keeps the notebook from loading."""
     why = f"{type(trouble).__name__}: {text_of(trouble)}".rstrip(".")
