@@ -147,7 +147,10 @@ def _clear_cache(shell: Any) -> str:
 @command("preload", (("modules",), {"nargs": "+", "metavar": "NAME", "help": "as in torchvision.transforms"}))
 def _preload(shell: Any, modules: list[str]) -> str:
     """Import modules ahead of later launches."""
-    api.preload(modules)
+    try:
+        api.preload(modules)
+    except ArgumentError as error:
+        raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
     return ""
 
 

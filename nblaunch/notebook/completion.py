@@ -88,50 +88,28 @@ def _session_of(cell: str, line: int = 1) -> Session | None:
     return live_sessions.find(words[words.index("--session") + 1] if "--session" in words[:-1] else None)
 
 
-class Inspection:
-    """Lets Shift-Tab and ``name?`` know the names of a session's ranks; in a cell of the ranks, theirs come first.
+def inspect_ranks(shell: Any) -> None:
+    """Let Shift-Tab and ``name?`` know the names that a session's ranks have and the notebook does not.
 
-    Args:
-        shell: IPython's.
+    With ``%distributed auto on``, those of the ranks come first.
     """
+    inspect_notebook = shell.object_inspect_mime
 
-    def __init__(self, shell: Any) -> None:
-        self._shell, self._kernel = shell, getattr(shell, "kernel", None)
-        self._of_notebook = shell.object_inspect_mime
-        self._cell = ""
-        """The cell that the page inspects."""
-        shell.object_inspect_mime = self._inspect
-        if self._kernel is not None:
-            self._do_inspect = self._kernel.do_inspect
-            self._kernel.do_inspect = self._inspect_cell
-
-    def end(self) -> None:
-        """Restore the shell and its kernel."""
-        del self._shell.object_inspect_mime  # the class's own again
-        if self._kernel is not None:
-            del self._kernel.do_inspect
-
-    def _inspect_cell(self, code: str, *args: Any, **options: Any) -> Any:
-        self._cell = code
-        try:
-            return self._do_inspect(code, *args, **options)
-        finally:
-            self._cell = ""
-
-    def _inspect(self, name: str, *args: Any, **options: Any) -> Any:
-        found = _inspected(_session_of(self._cell), name)
-        if found is not None:
+    def inspect(name: str, *args: Any, **options: Any) -> Any:
+        if goes_to_session(shell, name) and (found := _inspected(name)):
             return found
         try:
-            return self._of_notebook(name, *args, **options)
+            return inspect_notebook(name, *args, **options)
         except KeyError:
-            found = _inspected(live_sessions.find(), name)
-            if found is None:
-                raise
-            return found
+            if found := _inspected(name):
+                return found
+            raise
+
+    shell.object_inspect_mime = inspect
 
 
-def _inspected(session: Session | None, name: str) -> dict[str, str] | None:
+def _inspected(name: str) -> dict[str, str] | None:
+    session = live_sessions.find()
     text = session.inspect(name) if session is not None else ""
     return {"text/plain": f"In the ranks of session {session.name}\n{text}"} if session is not None and text else None
 

@@ -13,14 +13,12 @@ from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import live_sessions
 from nblaunch.notebook import cells
-from nblaunch.notebook.completion import Inspection, complete_distributed
+from nblaunch.notebook.completion import complete_distributed, inspect_ranks
 from nblaunch.notebook.magics import DistributedMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.parcel import sent_data_cache
 
 _HOOK = "post_run_cell"
-_inspections: dict[int, Inspection] = {}
-"""By the shell's id."""
 
 
 def register_frontend(shell: Any) -> NotebookFrontend:
@@ -44,7 +42,7 @@ def load(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
-        _inspections[id(shell)] = Inspection(shell)
+        inspect_ranks(shell)
     warm_up()
 
 
@@ -79,7 +77,7 @@ def unload(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
-        _inspections.pop(id(shell)).end()
+        del shell.object_inspect_mime  # the class's own again
     if not live_sessions():
         engines.stop()
         sent_data_cache.free()

@@ -179,7 +179,7 @@ def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> No
     ("line", "fix"),
     [
         ("preload", "the following arguments are required: NAME"),
-        ("preload no_such_package", "--preload 'no_such_package': no such module is installed"),
+        ("preload no_such_package", "%distributed preload 'no_such_package': no such module is installed"),
         ("status recorder", "unrecognized arguments: recorder; write %distributed status"),
     ],
 )

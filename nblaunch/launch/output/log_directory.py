@@ -6,11 +6,10 @@ A directory is not removed while anything in the kernel refers to it.
 from __future__ import annotations
 
 import errno
-import grp
+import functools
 import itertools
 import logging
 import os
-import pwd
 import re
 import shutil
 import stat
@@ -143,9 +142,8 @@ _has_warned = False
 def state_root() -> Path:
     """Create the directory of all launches if necessary, and return it. Raise a StartError if none is safe.
 
-    It is ``$NBLAUNCH_STATE_DIR`` or ``nblaunch/launches`` in the user's state directory. Inside a sticky directory that
-    all users share, such as ``/tmp``, it is a subdirectory of this user's own. If the user's state directory is
-    unusable, it is a temporary directory, with one warning.
+    It is ``$NBLAUNCH_STATE_DIR`` or ``nblaunch/launches`` in the user's state directory. If that is unusable, it is a
+    temporary directory, with one warning.
     """
     chosen = os.environ.get("NBLAUNCH_STATE_DIR")
     try:
@@ -165,7 +163,7 @@ def state_root() -> Path:
 
 def _temporary_root(reason: OSError) -> Path:
     global _has_warned
-    root = _own_in(Path(tempfile.gettempdir()))
+    root = _safe(Path(tempfile.gettempdir(), f"nblaunch-{os.getuid()}"))
     if not _has_warned:
         _has_warned = True
         warn(
@@ -176,55 +174,25 @@ def _temporary_root(reason: OSError) -> Path:
 
 
 def _safe(root: Path) -> Path:
-    """Create `root` and return it, or this user's subdirectory if `root` is shared."""
+    """Create `root` and return it, or a subdirectory of this user's own where all may create files, as in ``/tmp``.
+
+    Raises:
+        PermissionError: Another user could change what is in it.
+    """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    link, found = root.lstat(), root.stat()
-    if link.st_uid not in (0, os.getuid()):
-        raise PermissionError(errno.EACCES, f"it belongs to another user (uid {link.st_uid})", str(root))
-    return _own_in(root) if is_shared(found, os.getuid()) else _checked(root, found)
-
-
-def _own_in(shared: Path) -> Path:
-    own = shared / f"nblaunch-{os.getuid()}"
-    own.mkdir(mode=0o700, exist_ok=True)
-    return _checked(own, own.lstat())  # lstat: another user may have created a link by this name
-
-
-def _checked(root: Path, found: os.stat_result) -> Path:
-    problem = objection(found, os.getuid(), _own_group() if found.st_mode & stat.S_IWGRP else None)
-    if not (problem or os.access(root, os.W_OK | os.X_OK)):
+    found, user = root.stat(), os.getuid()
+    foreign = {root.lstat().st_uid, found.st_uid} - {0, user}  # also of a link: its owner may change it
+    if foreign:
+        problem = f"it belongs to another user (uid {min(foreign)})"
+    elif found.st_mode & stat.S_IWOTH and found.st_mode & stat.S_ISVTX:
+        return _safe(root / f"nblaunch-{user}")
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"other users can write to it (mode {stat.S_IMODE(found.st_mode):04o}; fix it with `chmod go-w`)"
+    elif not os.access(root, os.W_OK | os.X_OK):
         problem = "it is not writable"
-    if problem:
-        raise PermissionError(errno.EACCES, problem, str(root))
-    return root
-
-
-def is_shared(found: os.stat_result, user: int) -> bool:
-    """Return True if every user may create files in a directory with this status, but only change their own."""
-    return found.st_uid in (0, user) and bool(found.st_mode & stat.S_ISVTX and found.st_mode & stat.S_IWOTH)
-
-
-def objection(found: os.stat_result, user: int, own_group: int | None = None) -> str:
-    """Return why a directory is unsafe for the logs of `user`, or an empty string. Only `user` is in `own_group`."""
-    if not stat.S_ISDIR(found.st_mode):
-        return "it is not a directory"
-    if found.st_uid not in (0, user):
-        return f"it belongs to another user (uid {found.st_uid})"
-    may_write = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != own_group else 0)
-    if found.st_mode & may_write:
-        return f"other users can write to it (mode {stat.S_IMODE(found.st_mode):04o}; fix it with `chmod go-w`)"
-    return ""
-
-
-def _own_group() -> int | None:
-    """Return the gid of the user's private group, which many systems create for each user."""
-    try:
-        user = pwd.getpwuid(os.getuid())
-        group = grp.getgrgid(user.pw_gid)
-    except KeyError:
-        return None
-    is_alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-    return user.pw_gid if is_alone else None
+    else:
+        return root
+    raise PermissionError(errno.EACCES, problem, str(root))
 
 
 _NAME = re.compile(r"\d{8}T\d{12}Z-.+")
@@ -265,7 +233,9 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
+@functools.cache
 def _size(directory: Path) -> int:
+    """Return the bytes of a finished launch; measured once, as every launch prunes."""
     with suppress(OSError):  # pruned by another kernel, or unreadable
         return sum(entry.lstat().st_size for entry in directory.iterdir())
     return 0
