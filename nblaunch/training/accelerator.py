@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import builtins
 import functools
-import io
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from nblaunch.errors import ArgumentError, warn
+from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import named_arguments, one_of, whole_number
 from nblaunch.training import checkpoint, collectives
-from nblaunch.training.collectives import exchange
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler, cast_forward, precision_of
-from nblaunch.training.loader import agreed_seed, length_of, shard
+from nblaunch.training.loader import agreed_seed, shard
 from nblaunch.training.parallelism import (
     HALF,
     Parallelism,
@@ -472,8 +470,6 @@ class Preparation:
                 "a Prefetcher cannot be prepared, because it reads ahead of the loader that accumulation follows: "
                 "prepare the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
             )
-        if world().rank == 0 and data_world(self.accelerator.copies).is_shared:
-            _warn_about_undivided(leaves.values())
         ready: dict[int, Any] = {}
         phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self.module),
@@ -485,7 +481,6 @@ class Preparation:
             for key, leaf in leaves.items():
                 if isinstance(leaf, kind):
                     ready[key] = prepare(leaf)
-        _compare_lengths([leaf for leaf in ready.values() if isinstance(leaf, DataLoader)])
         prepared: tuple[Any, ...] = tree_map(lambda leaf: ready.get(id(leaf), leaf), objects)
         return prepared
 
@@ -642,33 +637,3 @@ def _restore_step_tracking(scheduler: LRScheduler) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the mark that torch looks for
     optimizer.step = tracked
-
-
-def _warn_about_undivided(leaves: Iterable[Any]) -> None:
-    known = (nn.Module, Optimizer, LRScheduler, DataLoader, torch.Tensor, Set, io.IOBase, type)
-    for leaf in leaves:
-        iterates = hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__")
-        if isinstance(leaf, known) or not (iterates or isinstance(leaf, IterableDataset)):
-            continue
-        warn(
-            f"prepare: the {type(leaf).__name__} is no DataLoader, so it is not divided: each rank iterates what it "
-            "yields there, perhaps all of it. Give prepare a torch DataLoader of the dataset. If the object divides "
-            "itself, such as by webdataset's split_by_node or DALI's shard_id, leave it out of prepare"
-        )
-
-
-def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:
-    """Warn if the ranks would iterate different numbers of batches. A collective if there are loaders."""
-    if not loaders or not world().is_shared:
-        return
-    by_rank = exchange([length_of(loader) for loader in loaders])
-    if world().rank != 0 or all(lengths == by_rank[0] for lengths in by_rank):
-        return
-    counts = ", ".join(
-        f"rank {rank}: " + " and ".join("unknown" if length is None else str(length) for length in lengths)
-        for rank, lengths in enumerate(by_rank)
-    )
-    warn(
-        f"the prepared loaders do not have equally many batches on every rank ({counts}): DDP would wait forever for "
-        "a rank that has run out. Build them from the same dataset and batch size on every rank"
-    )

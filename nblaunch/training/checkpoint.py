@@ -40,8 +40,6 @@ class TrainingProgress:
     stale: int = 0
     """Judgements since the best: validations, or epochs if no validation has the monitored value."""
     ended: bool = False
-    rates: list[float] = field(default_factory=list)
-    """The learning rates at the beginning."""
     schedule_end: int = 0
     """The optimizer step at which the schedule ends; 0 if that is unknown."""
     seconds: float = 0.0
@@ -54,10 +52,6 @@ class TrainingProgress:
     history: list[dict[str, float]] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> TrainingProgress:
-        return cls(**state["progress"])
-
     def monitor(self, value: float) -> bool:
         """Record a monitored value, and return True if it is the best. Lower is better; NaN is never better."""
         is_best = value < self.best
@@ -68,13 +62,12 @@ class TrainingProgress:
         return is_best
 
 
-def rates_of(optimizer: Optimizer) -> list[float]:
-    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-
-
-def compare_rates(path: Path, wrote: list[float], optimizer: Optimizer) -> None:
+def compare_rates(path: Path, state: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Warn that a resumed run keeps its learning rates, if the user's new optimizer has others."""
-    own = rates_of(optimizer)
+    own, wrote = (
+        [float(group.get("initial_lr", group["lr"])) for group in groups]
+        for groups in (optimizer.param_groups, state["optimizer"][0]["param_groups"])
+    )
     if wrote != own and not optimizer.state:
         made, kept = (rates[0] if len(rates) == 1 else rates for rates in (own, wrote))
         warn(

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, warn
-from nblaunch.machine.arguments import unknown_argument
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import Interrupted, current
 from nblaunch.training.parallelism import gathered
@@ -85,19 +84,6 @@ def distributed(
         return _launch(settings, _Call(function, args, kwargs, name, trains), options)
 
     return call
-
-
-def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what `notebook_launcher` does not take; `name` is the user's argument."""
-    if not options:
-        return
-    from nblaunch import notebook_launcher
-
-    parameters = inspect.signature(notebook_launcher).parameters.values()
-    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
-    for option in options:
-        if option not in known:
-            raise ArgumentError(f"{name}: {unknown_argument('notebook_launcher', option, known)}")
 
 
 def is_elsewhere(options: Mapping[str, Any]) -> bool:

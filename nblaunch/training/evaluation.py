@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from itertools import repeat
 from typing import Any
 
@@ -48,8 +48,8 @@ def evaluate(
 
     Args:
         model: The same on every rank, on its device.
-        loader: A DataLoader; sharded here if it is not yet (except inside a `Prefetcher`). Any other iterable is
-            taken as this rank's own part.
+        loader: A DataLoader, or a `Prefetcher` of one; sharded here if it is not yet. Any other iterable is taken as
+            this rank's own part.
         metrics: Metrics by name; a single one is named after its class. They are reset first. Default: accuracy.
         loss_fn: ``(output, target) -> loss``, a mean over the batch, for the result ``loss``: the batches' losses,
             weighted by size. It is as precise as `loss_fn` in the model's dtype, batch by batch.
@@ -64,17 +64,16 @@ def evaluate(
         The results by name, the same on every rank.
 
     Raises:
-        ArgumentError: The loader was prepared by accelerate, is unsharded inside a `Prefetcher`, or has a sampler
-            that repeats samples, as torch's ``DistributedSampler`` does; or metrics or batches are not as described.
+        ArgumentError: The loader was prepared by accelerate, or has a sampler that repeats samples, as torch's
+            ``DistributedSampler`` does; or metrics or batches are not as described.
         RuntimeError: The samples counted over all ranks are not as many as the loader has.
     """
     totals = _Totals(named(metrics), loss_fn, step or forward, size)
     module = unwrapped(model)
     sharded, copies = _sharded(loader, copies_in(module))
     where = device if device is not None else _device_of(module)
-    with eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
-        broadcast_buffers(module)
-        for batch, is_counted in batches_for(module, sharded, copies, desc):
+    with closing(batches_for(module, sharded, copies, desc)) as batches:
+        for batch, is_counted in batches:
             totals.update(module, to_device(batch, where), is_counted=is_counted)
     counted, total = sum(exchange(totals.samples)), getattr(sharded, "total", None)
     if total is not None and counted != total:
@@ -165,40 +164,43 @@ class _Totals:
 
 
 # ------------------------------------------------------------------ the loader
-def batches_for(module: nn.Module, loader: Any, copies: int, desc: str) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch that this rank must run the module on, and whether its samples count.
+def batches_for(module: nn.Module, loader: Any, copies: int, desc: str) -> Generator[tuple[Any, bool]]:
+    """Yield each batch that this rank must run the module on, in eval mode, and whether its samples count.
 
     Without a divided module these are the batches that count. The forward pass of a divided one is a collective, so
     ranks with fewer batches repeat one; of the ranks that compute on the same samples those of the first count.
     """
     is_collective = has_sharded_parameters(module)
     batches = progress(loader, desc=desc)
-    for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
-        is_counted = not (is_repeat or getattr(loader, "is_padding", False) or world().rank % copies)
-        if is_counted or is_collective:
-            yield batch, is_counted
-    free_gathered(module)
+    modes = [(part, part.training) for part in module.modules()]  # some are frozen in eval mode on purpose
+    module.eval()
+    try:
+        with torch.no_grad():  # inference mode would make tensors that cannot be trained on later
+            if world().is_shared:  # DDP sends rank 0's buffers before each forward pass; after the last one they differ
+                ensure_group()
+                broadcast_tensors(module.buffers())
+            for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
+                is_counted = not (is_repeat or getattr(loader, "is_padding", False) or world().rank % copies)
+                if is_counted or is_collective:
+                    yield batch, is_counted
+        free_gathered(module)
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def _sharded(loader: Iterable[Any], copies: int) -> tuple[Iterable[Any], int]:
     """Return the loader of this rank's part, and how many ranks have the same part. No sample repeats within one."""
-    inner = loader
-    while isinstance(inner, Prefetcher):
-        inner = inner.loader
+    inner = loader.loader if isinstance(loader, Prefetcher) else loader
     if isinstance(inner, Dataset):
         raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
-    if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
+    if not isinstance(inner, DataLoader):
         return loader, copies
     sharded = shard(inner, copies=copies if copies > 1 else None)
-    if inner is loader:
-        loader = sharded
-    elif sharded is not inner and not any(map(shards, samplers_of(inner))):
-        raise ArgumentError(
-            f"loader: the Prefetcher's {type(inner).__name__} is not sharded among the {world().size} ranks, so "
-            "each would count every sample: give Prefetcher(shard(loader), device), or the loader itself"
-        )
     _refuse_repeats(sharded)
-    return loader, sharded.copies
+    if isinstance(loader, Prefetcher):
+        return Prefetcher(sharded, loader.device, loader.depth), sharded.copies
+    return sharded, sharded.copies
 
 
 def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
@@ -222,25 +224,6 @@ def _device_of(module: nn.Module) -> torch.device:
         if mesh is None or mesh.device_type == tensor.device.type:  # else its parts stay on the CPU
             return tensor.device
     return own_device()
-
-
-@contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Enter eval mode; restore each submodule's own mode, since some are frozen in eval mode on purpose."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training
-
-
-def broadcast_buffers(module: nn.Module) -> None:
-    """Copy rank 0's buffers to all ranks: DDP does it before each forward pass; after the last one they differ."""
-    if world().is_shared:
-        ensure_group()
-        broadcast_tensors(module.buffers())
 
 
 def target_of(batch: Mapping[Any, Any]) -> str | None:
@@ -269,9 +252,8 @@ def predict_part(
     """Return the outputs for each of this rank's batches, on the CPU. A collective."""
     module = unwrapped(model)
     outputs: list[Any] = []
-    with eval_mode(module), torch.no_grad():
-        broadcast_buffers(module)
-        for batch, is_counted in batches_for(module, loader, loader.copies, "predicting"):
+    with closing(batches_for(module, loader, loader.copies, "predicting")) as batches:
+        for batch, is_counted in batches:
             output = to_device(predict_batch(module, to_device(batch, device)), "cpu")
             if not is_counted:
                 continue

@@ -275,8 +275,6 @@ class ShardedLoader(DataLoader[T_co]):
         # those of later torch versions, and `_index_sampler` alone determines what is read.
         vars(self).update(vars(loader))
         self._iterator = None
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            warn(f"{type(loader).__name__} overrides __iter__, which a sharded loader does not use")
         self._seed: int | None = None
         self._dispatch: bool | None = None
         self._move: Callable[[Any], Any] | None = None

@@ -125,11 +125,7 @@ class Parallelism:
 
     # ------------------------------------------------------------------ sizes
     def sizes(self, world_size: int) -> MeshSizes:
-        """Return the sizes of the mesh for this number of ranks.
-
-        Raises:
-            ArgumentError: The ranks cannot be divided so.
-        """
+        """Return the sizes of the mesh for this number of ranks."""
         if world_size % self.tensor:
             raise ArgumentError(f"tensor={self.tensor}: does not divide the {world_size} ranks")
         rest = world_size // self.tensor
@@ -152,11 +148,7 @@ class Parallelism:
 
     # ------------------------------------------------------------------ which modules
     def planned(self, module: nn.Module) -> dict[str, Any]:
-        """Return the style of each module that the plan names.
-
-        Raises:
-            ArgumentError: A name in the plan is no module's.
-        """
+        """Return the style of each module that the plan names."""
         names = [name for name, _ in module.named_modules() if name]
         styles: dict[str, Any] = {}
         for pattern, style in (self.plan or {}).items():
@@ -167,11 +159,7 @@ class Parallelism:
         return styles
 
     def units_of(self, module: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules that are sharded as units, by name, innermost first; without the root.
-
-        Raises:
-            ArgumentError: A class or name in `units` is in no part of the module, or is a list of modules.
-        """
+        """Return the modules that are sharded as units, by name, innermost first; without the root."""
         parts = {name: part for name, part in module.named_modules() if name}
         if self.units is None:
             found = _default_units(module, parts)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import (
@@ -23,9 +22,9 @@ from torch.utils.data import (
 )
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.arguments import named_arguments, unknown_argument, whole_number
+from nblaunch.machine.arguments import named_arguments, whole_number
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.distribute import check_gpu, check_options, is_elsewhere
+from nblaunch.training.distribute import check_gpu, is_elsewhere
 from nblaunch.training.loader import ShardedLoader, agreed_seed, given_generators, length_of, samplers_of, shard, shards
 from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
@@ -160,9 +159,8 @@ class TrainConfig:
         if self.warmup and self.schedule not in SCHEDULES:
             raise ArgumentError(f"warmup={self.warmup} needs a schedule: use one of {', '.join(SCHEDULES)}")
         self._check_folder()
-        self._check_ddp_arguments()
         checked_seed(self.seed)
-        self._check_launch()
+        self._check_arguments_of_others()
         self.make_accelerator()
         if not is_elsewhere(self.launch_options):
             check_gpu(self.compute_setup)
@@ -176,23 +174,14 @@ class TrainConfig:
         elif not isinstance(folder, (str, Path)) or (Path(folder).exists() and not Path(folder).is_dir()):
             raise ArgumentError(f"checkpoint_dir={folder!r}: give the path of a folder, which need not exist yet")
 
-    def _check_ddp_arguments(self) -> None:
-        given: object = self.ddp_kwargs
-        if given is not None and not isinstance(given, Mapping):
-            raise ArgumentError(f"ddp_kwargs={given!r:.80}: give a dict of arguments for DistributedDataParallel")
-        known = [*inspect.signature(DistributedDataParallel).parameters][1:]  # the module is the Trainer's own
-        for name in self.ddp_kwargs or ():
-            if name not in known:
-                raise ArgumentError(f"ddp_kwargs: {unknown_argument('DistributedDataParallel', name, known)}")
-
-    def _check_launch(self) -> None:
-        given: object = self.launch
-        if given is not None and not isinstance(given, Mapping):
-            raise ArgumentError(f"launch={given!r:.80}: give a dict of arguments for notebook_launcher")
+    def _check_arguments_of_others(self) -> None:
+        for name, function in (("ddp_kwargs", "DistributedDataParallel"), ("launch", "notebook_launcher")):
+            given: object = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise ArgumentError(f"{name}={given!r:.80}: give a dict of arguments for {function}")
         for name in self.launch_options:
             if name in _OWN_OPTIONS:
                 raise ArgumentError(f"launch={dict(self.launch_options)!r:.80}: {_OWN_OPTIONS[name]}")
-        check_options("launch", self.launch_options)
 
     @property
     def launch_options(self) -> Mapping[str, Any]:
@@ -213,17 +202,8 @@ class TrainConfig:
 
     def make_accelerator(self) -> Accelerator:
         """Return an Accelerator for one run with these settings."""
-        return Accelerator(
-            self.nprocs,
-            self.compute_setup,
-            log_setup=self.log_setup,
-            dtype=self.dtype,
-            backend=self.backend,
-            mixed_precision=self.mixed_precision,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            ddp_kwargs=self.ddp_kwargs,
-            parallelism=self.parallelism,
-        )
+        names = inspect.signature(Accelerator).parameters.keys() - {"seed"}  # the loaders' own, see `loader_of`
+        return Accelerator(**{name: getattr(self, name) for name in names})
 
     def fixed_on_resume(self) -> dict[str, Any]:
         """Return the settings that determine each step; a resumed run must have the same."""
@@ -237,12 +217,7 @@ class TrainConfig:
             raise ArgumentError(f"monitor={self.monitor!r}: the results of training are {', '.join(results)}")
 
     def make_scheduler(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
-        """Return the learning-rate scheduler; None for a constant rate.
-
-        Args:
-            optimizer: The optimizer to schedule.
-            steps: Optimizer steps of the whole run.
-        """
+        """Return the learning-rate scheduler over all `steps` of a run; None for a constant rate."""
         if self.schedule is None:
             return None
         if callable(self.schedule):

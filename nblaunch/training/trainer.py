@@ -38,27 +38,6 @@ from nblaunch.training.seeding import SEED_VARIABLE, random_states, restore_rand
 from nblaunch.training.train_config import Data, TrainConfig, check_order, check_training_data, loader_of
 from nblaunch.training.training_run import Best, Callbacks, Results, TrainingRun
 
-_LOSSES = (
-    "mse",
-    "l1",
-    "smooth_l1",
-    "huber",
-    "nll",
-    "cross_entropy",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-"""Names of losses in `torch.nn.functional`, without ``_loss``."""
-
-
-def loss_named(name: str) -> Callable[[Any, Any], Tensor]:
-    short = name.lower().removesuffix("_loss")
-    if short not in _LOSSES:
-        known = ", ".join(map(repr, _LOSSES))
-        raise ArgumentError(f"loss_fn={name!r}: give a function (output, target) -> loss, or one of {known}")
-    found: Any = mean_squared_error if short == "mse" else getattr(F, short, None) or getattr(F, f"{short}_loss")
-    return found  # type: ignore[no-any-return]  # a function of torch's
-
 
 def mean_squared_error(output: Any, target: Any) -> Tensor:
     is_float = isinstance(target, Tensor) and isinstance(output, Tensor) and target.is_floating_point()
@@ -139,7 +118,6 @@ class Trainer:
         config: The settings. Default: ``TrainConfig()``.
         loss_fn: ``(output, target) -> loss``, a mean over the batch. Default: the mean squared error, for outputs and
             targets of the same shape; for classes give another, such as ``torch.nn.functional.cross_entropy``.
-            The name of a loss in ``torch.nn.functional`` serves too: ``"mse"``, ``"l1"``, ``"cross_entropy"``.
         metrics: By name, computed over the validation data: ``{"accuracy": Accuracy()}``. Default: none.
         callbacks: Objects with any of the methods ``on_fit_begin(trainer)``, ``on_epoch_begin(trainer)``,
             ``on_step_end(trainer, loss)``, ``on_validation_end(trainer, results)``, ``on_epoch_end(trainer, results)``
@@ -158,14 +136,12 @@ class Trainer:
         optimizer: Optimizer,
         config: TrainConfig | None = None,
         *,
-        loss_fn: Callable[[Any, Any], Tensor] | str | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         callbacks: Sequence[object] = (),
     ) -> None:
         if config is not None and not isinstance(config, TrainConfig):
             raise ArgumentError(f"config={config!r}: use a TrainConfig")
-        if isinstance(loss_fn, str):
-            loss_fn = loss_named(loss_fn)
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentError(f"loss_fn={loss_fn!r:.80}: give a function (output, target) -> loss")
         if not isinstance(model, nn.Module):
@@ -303,7 +279,8 @@ class Trainer:
         """Take the progress of a stopped or failed run, and say what the next `fit` begins with."""
         now, trained = self._checkpoints(), getattr(error, "results", {}).get(0)
         if now != before:
-            self.progress, self.loaded = checkpoint.TrainingProgress.of(checkpoint.read(now[-1][0], mmap=True)), None
+            state = checkpoint.read(now[-1][0], mmap=True)
+            self.progress, self.loaded = checkpoint.TrainingProgress(**state["progress"]), None
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained
         if now != before or isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
@@ -462,13 +439,10 @@ class Trainer:
         """
         folder = self.checkpoint_folder()
         if folder is None or not folder.best.exists():
-            if folder is not None and self.config.keeps_best and self.validations:
-                never = "no validation has had a number as the monitored result, so none is the best"
-                raise ArgumentError(f"{folder.best} is no longer there" if self.progress.best_step else never)
             where = "checkpoint_dir=None" if folder is None else f"checkpoint_dir={str(folder.path)!r}"
             raise ArgumentError(
                 f"{where}: no best checkpoint was kept: give TrainConfig a checkpoint_dir, and monitor, early_stop or "
-                "restore_best"
+                "restore_best; and no step is the best while the monitored result has never been a number"
             )
         own = self._load_states(folder.best)
         progress = self.progress
@@ -485,7 +459,7 @@ class Trainer:
             )
         load_full_state(unwrapped(self.model), state["model"][0])
         load_full_state(self.optimizer, state["optimizer"][0])
-        return checkpoint.TrainingProgress.of(state)
+        return checkpoint.TrainingProgress(**state["progress"])
 
     def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None:
         """Return the folder of `config`."""

@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -171,75 +171,6 @@ class Best(NamedTuple):
     """Its checkpoint, if one is kept."""
 
 
-class RunCheckpoints:
-    """Writes the checkpoints of one run, and finds the one that it continues."""
-
-    def __init__(self, trainer: Trained, loader: Any, mean_loss: Mean) -> None:
-        self.trainer, self.loader, self.mean_loss = trainer, loader, mean_loss
-        self.folder = trainer.checkpoint_folder()
-        self.is_best = False  # and not saved as such yet
-        self.written = (0, "")  # the step of the latest checkpoint, and what was due then
-
-    def close(self) -> None:
-        if self.folder is not None:
-            self.folder.close()
-
-    def write(self, is_latest: bool, *, may_fail: bool = False) -> bool:
-        """Save on the main process what every rank needs to resume here. All ranks call it."""
-        accelerator, progress = self.trainer.accelerator, self.trainer.progress
-        is_best, self.is_best = self.is_best and self.trainer.config.keeps_best, False
-        if self.folder is None or not (is_latest or is_best):
-            return False
-        failure, state = "", accelerator._states.collect()
-        losses = exchange(self.mean_loss.state_dict())
-        if accelerator.is_main_process:
-            state.update(setup=self.setup(), progress=asdict(progress), losses=losses)
-            try:
-                self.folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
-            except OSError as error:
-                if not may_fail:
-                    raise
-                failure = str(error)
-                warn(f"no checkpoint of step {progress.step} was written: {failure}", each_time=True)
-        if exchange(failure)[0]:
-            return False
-        if is_latest:
-            self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
-            self.written = progress.step, progress.due
-        return True
-
-    def setup(self) -> dict[str, Any]:
-        """Return what must be the same to resume a run: it determines the samples of each step."""
-        return {
-            "nprocs": world().size,
-            "batch_size": self.loader.batch_size,
-            "optimizer": type(self.trainer.optimizer).__name__,
-            "tensor": self.trainer.accelerator.copies,
-            **self.trainer.config.fixed_on_resume(),
-            "samples": self.loader.total,
-            "batches": length_of(self.loader),
-        }
-
-    def find(self) -> tuple[Path | None, int]:
-        """Return the checkpoint to resume from, and the step of this run's best one, 0 for none. A collective."""
-        folder, loaded = self.folder, self.trainer.loaded
-        found, best = None, 0
-        if folder is not None and self.trainer.accelerator.is_main_process:
-            resumes, until = self.trainer.config.resume, math.inf
-            if loaded is not None and loaded.is_continued:
-                resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
-            found = folder.begin(resumes, until)
-            if resumes and folder.best.exists():
-                best = checkpoint.TrainingProgress.of(checkpoint.read(folder.best, mmap=True)).best_step
-        found, best = exchange((found, best))[0]
-        if found is not None and loaded is not None and not loaded.is_continued:
-            raise ArgumentError(
-                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
-                f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
-            )
-        return (loaded.path if loaded is not None and loaded.is_continued else found), best
-
-
 def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
     """Refuse to resume from another run's checkpoint.
 
@@ -271,16 +202,18 @@ class TrainingRun:
         self._monitor = config.monitor or ("loss" if valid is None else "valid_loss")
         self._monitored = f"{'highest' if config.higher_is_better else 'lowest'} {self._monitor}"
         self.accelerator = trainer.accelerator = config.make_accelerator()
-        self.progress = trainer.progress = checkpoint.TrainingProgress(
-            monitored=self._monitored, rates=checkpoint.rates_of(trainer.optimizer)
-        )
+        self.progress = trainer.progress = checkpoint.TrainingProgress(monitored=self._monitored)
         trainer.should_stop = self._is_stopped = False
         trainer.optimizer.zero_grad()  # an interrupted run in this process may have left gradients
         drop_unshared_gradients(trainer.model)
         loader = loader_of(train, config, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(trainer.model, trainer.optimizer, loader)
         self._mean_loss = Mean()
-        self._checkpoints = RunCheckpoints(trainer, self.loader, self._mean_loss)
+        self._folder, self._open = trainer.checkpoint_folder(), ExitStack()
+        if self._folder is not None:
+            self._open.callback(self._folder.close)
+        self._is_best = False  # and not saved as such yet
+        self._written = (0, "")  # the step of the latest checkpoint, and what was due then
         self._pending: list[tuple[Tensor, int, int]] = []
         """Losses that are not yet in the mean, with samples and step; reading one waits for the GPU."""
         self._unreported: Tensor | None = None  # the loss of the last step, until it is reported
@@ -296,7 +229,7 @@ class TrainingRun:
         try:
             self._resume()
         except BaseException:
-            self._checkpoints.close()
+            self._open.close()
             raise
         self._display = FitDisplay(self._steps, self.progress.step)
         self._display.report_again(self.progress.history, self.progress.validations)
@@ -307,7 +240,7 @@ class TrainingRun:
     def run(self) -> None:
         trainer = self.trainer
         trainer.callbacks.call("on_fit_begin", trainer)
-        with closing(self._checkpoints), closing(self._display), self._boundaries:
+        with self._open, closing(self._display), self._boundaries:
             try:
                 self._end_what_is_due()
                 while not self._is_done():
@@ -428,7 +361,7 @@ class TrainingRun:
             self._validate(self.valid)
         is_latest = config.checkpoint_every is not None and progress.step % config.checkpoint_every == 0
         progress.due = "run" if progress.ended or self._is_stopped else ""
-        if (is_latest or self._checkpoints.is_best) and not progress.due:
+        if (is_latest or self._is_best) and not progress.due:
             self._add_losses()
             progress.seconds = time.monotonic() - self._epoch_begin
             self._write_checkpoint(is_latest)
@@ -512,7 +445,7 @@ class TrainingRun:
         progress.ended |= is_stale
         self._is_stopped |= any(stops for stops, _ in by_rank)  # this run only: `fit` may continue
         if is_best:
-            self._checkpoints.is_best = True
+            self._is_best = True
             self._mark_best()
 
     def _mark_best(self) -> None:
@@ -523,24 +456,73 @@ class TrainingRun:
     # ------------------------------------------------------------------ checkpoints
     def _write_checkpoint(self, is_latest: bool = True, *, may_fail: bool = False) -> None:
         """Save what every rank needs to resume here. All ranks call it."""
+        progress, is_best = self.progress, self._is_best and self.config.keeps_best
+        self._is_best = False
+        if self._folder is None or not (is_latest or is_best):
+            return
         self._boundaries.is_saving = True
-        if self._checkpoints.write(is_latest, may_fail=may_fail):
+        failure, state = "", self.accelerator._states.collect()
+        losses = exchange(self._mean_loss.state_dict())
+        if self.accelerator.is_main_process:
+            state.update(setup=self._setup(), progress=asdict(progress), losses=losses)
+            try:
+                self._folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
+            except OSError as error:
+                if not may_fail:
+                    raise
+                failure = str(error)
+                warn(f"no checkpoint of step {progress.step} was written: {failure}", each_time=True)
+        if not exchange(failure)[0]:
+            if is_latest:
+                self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
+                self._written = progress.step, progress.due
             self._restart_clock()
         self._boundaries.is_saving = False
 
     def _write_stopped(self) -> None:
         """Save where an interrupted run has ended, unless that was done already."""
         progress = self.progress
-        if progress.step and (progress.step, progress.due) != self._checkpoints.written:
+        if progress.step and (progress.step, progress.due) != self._written:
             self._add_losses()
             if self._unreported is not None:
                 self._report(self._unreported)
             progress.seconds = time.monotonic() - self._epoch_begin
             self._write_checkpoint(may_fail=True)  # what was trained comes back all the same
 
+    def _setup(self) -> dict[str, Any]:
+        """Return what must be the same to resume a run: it determines the samples of each step."""
+        return {
+            "nprocs": world().size,
+            "batch_size": self.loader.batch_size,
+            "optimizer": type(self.trainer.optimizer).__name__,
+            "tensor": self.accelerator.copies,
+            **self.config.fixed_on_resume(),
+            "samples": self.loader.total,
+            "batches": length_of(self.loader),
+        }
+
+    def _find(self) -> tuple[Path | None, int]:
+        """Return the checkpoint to resume from, and the step of this run's best one, 0 for none. A collective."""
+        folder, loaded = self._folder, self.trainer.loaded
+        found, best = None, 0
+        if folder is not None and self.accelerator.is_main_process:
+            resumes, until = self.config.resume, math.inf
+            if loaded is not None and loaded.is_continued:
+                resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
+            found = folder.begin(resumes, until)
+            if resumes and folder.best.exists():
+                best = checkpoint.read(folder.best, mmap=True)["progress"]["best_step"]
+        found, best = exchange((found, best))[0]
+        if found is not None and loaded is not None and not loaded.is_continued:
+            raise ArgumentError(
+                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
+                f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
+            )
+        return (loaded.path if loaded is not None and loaded.is_continued else found), best
+
     def _resume(self) -> None:
         """Resume from the checkpoint that was loaded, else from the latest one if the config says so."""
-        path, best = self._checkpoints.find()
+        path, best = self._find()
         if path is None:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
@@ -548,14 +530,14 @@ class TrainingRun:
         remedy = "another checkpoint_dir or resume=False to train from the start"
         if trainer.loaded is not None:
             remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
-        check_setup(path, state["setup"], self._checkpoints.setup(), remedy)
-        progress = self.progress = trainer.progress = checkpoint.TrainingProgress.of(state)
+        check_setup(path, state["setup"], self._setup(), remedy)
+        progress = self.progress = trainer.progress = checkpoint.TrainingProgress(**state["progress"])
         is_kept = not config.keeps_best or 0 < best == progress.best_step  # else the file is another run's, or missing
         if not is_kept or progress.monitored != self._monitored:
             progress.best, progress.best_step = math.inf, 0
         progress.monitored = self._monitored
         if self.accelerator.is_main_process:
-            checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
+            checkpoint.compare_rates(path, state, trainer.optimizer)
             if self._is_done() and not progress.due:
                 warn(
                     f"nothing is left to train from {path}, at epoch {progress.epoch} and step {progress.step}: give "

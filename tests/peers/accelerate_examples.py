@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -101,30 +101,6 @@ def tracking() -> list[Any]:
         return nlp_example(accelerator)
 
 
-def memory() -> list[Any]:
-    from accelerate import Accelerator
-    from accelerate.utils import find_executable_batch_size
-
-    accelerator, tried = Accelerator(cpu=True), list[int]()
-
-    @find_executable_batch_size(starting_batch_size=16)
-    def inner_training_loop(batch_size: int) -> list[float]:
-        accelerator.free_memory()
-        tried.append(batch_size)
-        if batch_size > 8:
-            raise RuntimeError("CUDA out of memory.")
-        model, optimizer, _ = parts()
-        model, optimizer, train = accelerator.prepare(model, optimizer, get_dataloaders(batch_size)[0])
-        for x, y in train:
-            accelerator.backward(functional.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights(accelerator, model)
-
-    found: Any = inner_training_loop
-    return [*found(), *tried]
-
-
 def early_stopping() -> list[Any]:
     from accelerate import Accelerator
 
@@ -144,25 +120,6 @@ def early_stopping() -> list[Any]:
             break
     assert len(losses) == 3
     return [*losses, *weights(accelerator, model)]
-
-
-def multi_process_metrics() -> list[Any]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model, valid = accelerator.prepare(parts()[0], get_dataloaders()[1])
-    model.eval()
-    seen, found = 0, list[Any]()
-    for step, (x, y) in enumerate(valid):
-        predictions: Tensor
-        predictions, references = accelerator.gather((model(x).argmax(dim=-1), y))
-        if step == len(valid) - 1:  # the last batch holds repeated samples
-            predictions = predictions[: len(valid.dataset) - seen]
-            references = references[: len(valid.dataset) - seen]
-        seen += len(references)
-        found += [*predictions.tolist(), *references.tolist()]
-    assert seen == 13
-    return found
 
 
 def local_sgd() -> list[Any]:
@@ -211,7 +168,7 @@ def checkpointing() -> list[Any]:
 
 EXAMPLES: list[Callable[[], list[Any]]] = [
     *(nlp_example, gradient_accumulation, complete_cv_example, ddp_comm_hook, tracking),
-    *(memory, early_stopping, multi_process_metrics, local_sgd, checkpointing),
+    *(early_stopping, local_sgd, checkpointing),
 ]
 
 

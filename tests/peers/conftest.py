@@ -9,7 +9,7 @@ import mnist_or_digits
 import pytest
 
 from nblaunch import notebook_launcher
-from tests.processes.conftest import Launcher, _libuv_met, _warm  # noqa: F401  # fixtures that pytest finds by name
+from tests.processes.conftest import Launcher, _libuv_met, _warm, imported_ahead  # noqa: F401  # fixtures that pytest finds by name
 
 TRAINING_IMAGES = 960
 TEST_IMAGES = 199
@@ -21,7 +21,7 @@ GOOD = 0.5
 
 
 @pytest.fixture
-def launch() -> Launcher:
+def launch(imported_ahead: None) -> Launcher:  # noqa: F811  # which saves a launch's ranks some 15 s
     """`notebook_launcher` of two CPU ranks over the fork server, which shows nothing."""
     return functools.partial(notebook_launcher, num_processes=2, device="cpu", start_method="forkserver", view="none")
 

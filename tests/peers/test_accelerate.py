@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +74,27 @@ def unused_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def under_accelerate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the examples return on two ranks of accelerate's own launcher."""
-    folder = tmp_path_factory.mktemp("examples")
-    command = [sys.executable, "-m", "tests.peers.accelerate_examples", str(folder), str(unused_port())]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def all_examples() -> dict[str, list[Any]]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    found = {}
+    for example in EXAMPLES:
+        found[example.__name__] = example()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return found
+
+
+def test_examples_have_the_losses_of_accelerates_launcher(launch: Launcher, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.peers.accelerate_examples", str(tmp_path), str(unused_port())]
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_has_the_losses_of_accelerates_launcher(
-    launch: Launcher, under_accelerate: Path, example: Callable[[], list[Any]]
-) -> None:
-    for rank, found in enumerate(launch(example)):
-        expected = json.loads((under_accelerate / f"{example.__name__}-{rank}.json").read_text())
-        assert len(expected) > 20
-        assert found == pytest.approx(expected, abs=1e-6)
+    for rank, by_name in enumerate(launch(all_examples)):
+        for name, found in by_name.items():
+            expected = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert len(expected) > 20
+            assert found == pytest.approx(expected, abs=1e-6), name
 
 
 @pytest.mark.usefixtures("port_of_the_document")

@@ -107,11 +107,3 @@ def test_a_value_for_each_class_is_refused() -> None:
     metric.update(*samples().tensors)
     with pytest.raises(ArgumentError, match=r"MulticlassAccuracy gives tensor\(.*not one number: set its average="):
         metric.compute()
-
-
-def test_a_collection_is_refused() -> None:
-    from torchmetrics import MetricCollection
-    from torchmetrics.classification import MulticlassAccuracy
-
-    with pytest.raises(ArgumentError, match=r"give one torchmetrics\.Metric; for several, a dict of them"):
-        FromTorchmetrics(MetricCollection([MulticlassAccuracy(4)]))

@@ -7,12 +7,12 @@ import functools
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from nblaunch import notebook_launcher
+from nblaunch import notebook_launcher, session
 from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.local import serve_store
@@ -46,6 +46,25 @@ def _warm() -> None:
 def launch(start_method: str) -> Launcher:
     """`notebook_launcher` of two ranks over this start method, which shows nothing."""
     return functools.partial(notebook_launcher, num_processes=2, start_method=start_method, view="none")
+
+
+@pytest.fixture(scope="module")
+def on_ranks(imported_ahead: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Run a function on two ranks (or four) that the file keeps: a launch for each would take ten times as long."""
+
+    def divides() -> None:
+        from torch import nn
+
+        from nblaunch.training import Accelerator, Parallelism
+
+        Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(nn.Linear(2, 2))
+
+    with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
+        patched.setenv("NBLAUNCH_STATE_DIR", str(tmp_path_factory.mktemp("kept")))
+        kept = {ranks: stack.enter_context(session(ranks, name=f"kept{ranks}", device="cpu")) for ranks in (2, 4)}
+        for each in kept.values():
+            each.run(divides, view="none")  # its first group of some ranks opens a connection, which stays
+        yield lambda function, ranks=2: kept[ranks].run(function, view="none")
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -24,12 +22,9 @@ from torch.utils.data import (
 
 from nblaunch.training import (
     Accelerator,
-    ClassBalancedBatchSampler,
-    ExactDistributedSampler,
     ShardedLoader,
     TrainConfig,
     shard,
-    skip_first_batches,
 )
 from nblaunch.training.collectives import exchange
 from nblaunch.training.seeding import seed_everything
@@ -125,32 +120,6 @@ def seeded_orders(seeds: tuple[int, ...]) -> dict[str, list[list[int]]]:
     return orders
 
 
-class OwnLoader:
-    """Iterates batches as webdataset's and DALI's loaders do."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(DATA)
-
-
-def check_what_is_not_divided_is_said() -> None:
-    accelerator = Accelerator(compute_setup="cpu")
-    prepared = accelerator.prepare(DataLoader(DATA, 8))
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    own = [OwnLoader(), iter(DATA), (value for value in DATA), Numbers(3), skip_first_batches(OwnLoader(), 1)]
-    other = [model, optimizer, schedule, prepared, skip_first_batches(prepared, 1), DATA, "text", {1}, torch.ones(2)]
-    for given, is_said in ((own, True), (other, False)):
-        for thing in given:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                accelerator.prepare(thing)
-            found = [
-                str(each.message) for each in said if "is no DataLoader, so it is not divided" in str(each.message)
-            ]
-            assert len(found) == (is_said and dist.get_rank() == 0), (thing, found)
-
-
 def check_a_look_by_one_rank() -> None:
     for loader in (shard(DataLoader(DATA, 8, shuffle=True)), shard(DataLoader(DATA, 8, sampler=None, num_workers=1))):
         for _ in range(2):
@@ -182,16 +151,6 @@ def check_streams_out_of_step() -> None:
             continue
         with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it equally on every rank"):
             next(second)
-
-
-def check_samplers() -> None:
-    mine = list(ExactDistributedSampler(DATA, seed=3))
-    assert sorted(chain(*exchange(mine))) == DATA
-    labels = [index % 2 for index in DATA]
-    batches = list(ClassBalancedBatchSampler(labels, 4, short="stop", seed=3))
-    drawn = [index for part in exchange(batches) for batch in part for index in batch]
-    assert len(set(drawn)) == len(drawn)
-    assert sum(labels[index] for index in drawn) * 2 == len(drawn)
 
 
 def check_who_reads() -> None:
@@ -228,10 +187,8 @@ def in_ranks(*made_in_the_notebook: ShardedLoader[int]) -> dict[str, Any]:
     for loader in made_in_the_notebook:
         assert sorted(gathered(loader)) == DATA
     check_a_look_by_one_rank()
-    check_what_is_not_divided_is_said()
     check_resumption()
     check_streams_out_of_step()
-    check_samplers()
     check_who_reads()
     orders = check_exactness()
     weights = train()

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from nblaunch import notebook_launcher
-from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer, shard
+from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer
 from tests.processes.trained import fitted
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
@@ -134,32 +132,3 @@ def test_unknown_sizes_of_other_ranks_are_said() -> None:
     first, second = list(said)  # type: ignore[arg-type]
     assert [line.split(":")[0] for line in first] == ["batches of 4 and 2 samples"]
     assert [line.split(":")[0] for line in second] == ["batches of 4 and 1 samples"]
-
-
-def test_even_batches_are_those_of_plain_ddp_to_the_last_bit() -> None:
-    data = lines(48)
-
-    def plain() -> Tensor:
-        torch.manual_seed(0)
-        model = net()
-        wrapped = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        losses = []
-        loader = shard(DataLoader(data, 4, sampler=RandomSampler(data)), seed=0)
-        for _ in range(3):
-            for number, (at, target) in enumerate(loader):
-                if number % 2 == 0:
-                    with wrapped.no_sync():
-                        (nn.functional.mse_loss(wrapped(at), target) / 2).backward()
-                    continue
-                (nn.functional.mse_loss(wrapped(at), target) / 2).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(0.0)
-        assert dist.get_world_size() == 3
-        return weights(model)
-
-    by_hand = notebook_launcher(plain, num_processes=3, device="cpu")
-    ours = trained(data, 3, 4, gradient_accumulation_steps=2)[:-3]
-    assert torch.equal(by_hand[0], ours)  # type: ignore[index]

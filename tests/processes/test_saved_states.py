@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch import LaunchResult, notebook_launcher, session
-from nblaunch.errors import ArgumentError, RankDiedError
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator
 from tests.processes.trained import Augmented
 
@@ -102,36 +102,30 @@ def equal(first: list[Tensor], second: list[Tensor], ranks: int) -> bool:
     return is_same and all(torch.equal(*pair) for pair in drawn)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, {}),
-        (2, {"mixed_precision": "fp16"}),
-        (3, {}),
-        (3, {"num_workers": 1}),
-        (
-            3,
-            {
-                "gradient_accumulation_steps": 3,
-                "prepares": 2,
-                "ddp_kwargs": {"gradient_as_bucket_view": True},
-            },
-        ),
+SETTINGS: dict[int, list[dict[str, Any]]] = {
+    2: [{}, {"mixed_precision": "fp16"}],
+    3: [
+        {"num_workers": 1},
+        {"gradient_accumulation_steps": 3, "prepares": 2, "ddp_kwargs": {"gradient_as_bucket_view": True}},
     ],
-    ids=["2", "2-fp16", "3", "3-workers", "3-accumulating"],
-)
-def test_ranks_resume_to_the_same_weights(ranks: int, options: dict[str, Any], folder: Path) -> None:
-    """In the first step, in the middle of a pass, and in the next one."""
-    per_pass, every = SAMPLES // BATCH // ranks, options.get("gradient_accumulation_steps", 1)
+}
+"""By number of ranks."""
 
-    def both() -> list[int]:
-        wrong = []
-        for save_at in (every, 2 * every, per_pass + every):
-            path, batches = folder / f"at{save_at}", per_pass + 8
-            whole = train(5, batches, save=path, save_at=save_at, **options)
-            resumed = train(11, batches, load=path, save_at=save_at, **options)
-            if not equal(whole, resumed, ranks):
-                wrong.append(save_at)
+
+@pytest.mark.parametrize("ranks", SETTINGS)
+def test_ranks_resume_to_the_same_weights(ranks: int, folder: Path) -> None:
+    """In the first step, in the middle of a pass, and in the next one."""
+
+    def both() -> list[Any]:
+        wrong: list[Any] = []
+        for number, options in enumerate(SETTINGS[ranks]):
+            per_pass, every = SAMPLES // BATCH // ranks, options.get("gradient_accumulation_steps", 1)
+            for save_at in (every, 2 * every, per_pass + every):
+                path, batches = folder / f"{number}at{save_at}", per_pass + 8
+                whole = train(5, batches, save=path, save_at=save_at, **options)
+                resumed = train(11, batches, load=path, save_at=save_at, **options)
+                if not equal(whole, resumed, ranks):
+                    wrong.append((options, save_at))
         return wrong
 
     assert list(launched(both, ranks)) == [[]] * ranks
@@ -220,44 +214,3 @@ def test_what_fails_on_one_rank_raises_on_all(folder: Path) -> None:
     assert "has prepared 1 optimizer" in second[4]
     assert first[4].startswith("ArgumentError: rank 1: ")
     assert [os.listdir(folder), os.listdir(folder / "saved")] == [["saved"], ["state.pt"]]
-
-
-def test_a_rank_killed_while_it_writes_leaves_the_earlier_state(folder: Path) -> None:
-    def run(kill: bool) -> float:
-        accelerator = Accelerator(compute_setup="cpu")
-        net: Any = accelerator.prepare(nn.Linear(2, 2))
-        nn.init.constant_(net.module.weight, 1.0 if kill else 0.0)
-        if kill:
-            accelerator.save_state(folder / "saved")
-            nn.init.constant_(net.module.weight, 2.0)
-            if accelerator.is_main_process:
-                vars(os)["fsync"] = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-            accelerator.save_state(folder / "saved")
-        accelerator.load_state(folder / "saved")
-        accelerator.save_state(folder / "saved")
-        return float(net.module.weight.detach().mean())
-
-    with pytest.raises(RankDiedError):
-        launched(run, 2, True)
-    assert list(launched(run, 2, False)) == [1.0, 1.0]
-    assert os.listdir(folder / "saved") == ["state.pt"]
-
-
-# ------------------------------------------------------------------ elsewhere
-def test_cells_of_a_session_save_and_load(folder: Path) -> None:
-    def save() -> None:
-        accelerator = Accelerator(compute_setup="cpu")
-        net: Any = accelerator.prepare(nn.Linear(2, 2))
-        accelerator.save_state(folder / "saved")
-        before = net.module.weight.tolist()
-        nn.init.zeros_(net.module.weight)
-        torch.saved_by_test = (accelerator, net, before)  # type: ignore[attr-defined]  # as a variable of the session
-
-    def load() -> bool:
-        accelerator, net, before = torch.saved_by_test  # type: ignore[attr-defined]
-        accelerator.load_state(folder / "saved")
-        return bool(net.module.weight.tolist() == before)
-
-    with session(2, device="cpu") as ranks:
-        ranks.run(save)
-        assert list(ranks.run(load)) == [True, True]

@@ -82,8 +82,7 @@ def stopped(mark: Path, step: int, **config: Any) -> Trainer:
 
 
 # ------------------------------------------------------------------ with checkpoints
-@SIZES
-@pytest.mark.parametrize("step", [5, 7])
+@pytest.mark.parametrize(("nprocs", "step"), [(1, 5), (2, 7)])
 def test_a_stopped_run_resumes_from_its_last_step(tmp_path: Path, nprocs: int, step: int) -> None:
     whole = run(nprocs=nprocs)
     whole.fit(points(150), points(50))
@@ -154,8 +153,7 @@ class Slow(Marks):
             time.sleep(1.0)
 
 
-@SIZES
-@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize(("nprocs", "every"), [(1, None), (2, 2)])
 def test_a_run_stopped_in_validation_validates_again(tmp_path: Path, nprocs: int, every: int | None) -> None:
     """Its best step and its patience are those of a whole run."""
     settings: dict[str, Any] = {"nprocs": nprocs, "validate_every": every, "early_stop": 3, "batch_size": 6}
@@ -205,7 +203,7 @@ class Lingering(Dataset[Any]):
         return self.data[index]
 
 
-@pytest.mark.parametrize(("nprocs", "workers"), [(1, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize(("nprocs", "workers"), [(1, 0), (2, 1)])
 def test_a_run_stopped_while_it_loads_resumes(tmp_path: Path, nprocs: int, workers: int) -> None:
     settings: dict[str, Any] = {"nprocs": nprocs, "batch_size": 4, "epochs": 1, "num_workers": workers}
     settings["gradient_accumulation_steps"] = 2
@@ -247,7 +245,7 @@ def test_a_launch_of_fit_itself_is_stopped_with_a_checkpoint(tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------ without
-@pytest.mark.parametrize(("nprocs", "parallelism"), [(1, None), (2, None), (2, Parallelism())])
+@pytest.mark.parametrize(("nprocs", "parallelism"), [(1, None), (2, Parallelism())])
 def test_without_checkpoints_what_was_trained_comes_back(
     tmp_path: Path, nprocs: int, parallelism: Parallelism | None
 ) -> None:
@@ -293,12 +291,6 @@ def test_a_step_that_hangs_is_interrupted_all_the_same(tmp_path: Path, nprocs: i
         assert caught.value.__notes__ == [
             "what was trained is lost; with a checkpoint_dir the next fit would continue this run"
         ]
-
-
-def test_the_handler_of_the_process_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    run(nprocs=1, epochs=1).fit(points(150))
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def raise_it(rank: int) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from nblaunch import LaunchResult, notebook_launcher
+from nblaunch import LaunchResult
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, TrainConfig, Trainer
-from tests.processes.trained import assert_same, fitted, points, timeless, trainer, weights
+from tests.processes.trained import assert_same, fitted, points, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
 
@@ -73,15 +73,6 @@ def test_one_rank_trains_here_and_leaves_the_process_as_it_was(caplog: pytest.Lo
     assert all(parameter.grad is own for parameter, own in zip(one.model.parameters(), gradients, strict=True))
     assert all(map(torch.equal, gradients, map(torch.ones_like, gradients)))
     assert any(message.startswith("step 10: loss ") for message in caplog.messages)
-
-
-def test_a_rank_that_is_launched_ends_with_the_same_weights() -> None:
-    here, there = (trainer(nprocs=1, num_workers=1) for _ in range(2))
-    expected = timeless(fitted(here, points(100), points(20)))
-    result: Any = notebook_launcher(there.fit, args=(points(100), points(20)), num_processes=1, device="cpu")
-    for name, tensor in result[0][0].state_dict().items():
-        assert torch.equal(tensor, here.model.state_dict()[name])
-    assert len(expected) == 3
 
 
 class Interrupted(Trainer):
@@ -184,19 +175,6 @@ def test_arguments_reach_distributed_data_parallel() -> None:
     assert len(fitted(forked(ddp_kwargs={"find_unused_parameters": True}), data)) == 1
     with pytest.raises(RuntimeError, match=r"find_unused_parameters=True"):
         forked().fit(data)
-
-
-class Sees:
-    def on_fit_begin(self, trainer: Trainer) -> None:
-        accelerator = trainer.accelerator
-        assert (accelerator.dtype, accelerator.log_setup, accelerator.backend) == (torch.float64, "auto", "gloo")
-        assert next(trainer.model.parameters()).dtype == torch.float64
-
-
-def test_type_backend_and_log_device_reach_the_ranks() -> None:
-    one = trainer((Sees(),), dtype=torch.float64, backend="gloo", log_setup="auto", epochs=1)
-    one.fit(points(40), points(40))
-    assert next(one.model.parameters()).dtype == torch.float32
 
 
 def test_rates_are_reported_once_and_losses_by_each_rank() -> None:

@@ -12,13 +12,32 @@ import torch
 from torch import nn
 
 import nblaunch
-from nblaunch.training import Trainer
+from nblaunch.training import Trainer, fit_display
 from tests.processes.trained import points, trainer
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+
+
+Reports = list[tuple[int, dict[str, float]]]
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Reports:
+    """What a run in this process would report to a notebook."""
+    found: Reports = []
+
+    def keep(first: Any, step: int = 0, **values: float) -> None:
+        found.append((step, first) if isinstance(first, dict) else (first, values))
+
+    monkeypatch.setattr(fit_display, "report", keep)
+    return found
+
+
+def steps_of(name: str, reported: Reports) -> list[int]:
+    return [step for step, values in reported if name in values]
 
 
 class Stops:
@@ -39,27 +58,18 @@ class Stops:
     ],
 )
 def test_the_first_and_the_last_step_are_reported(
-    config: dict[str, Any], callbacks: tuple[object, ...], loss_at: list[int], rate_at: list[int]
+    config: dict[str, Any], callbacks: tuple[object, ...], loss_at: list[int], rate_at: list[int], reported: Reports
 ) -> None:
-    one = trainer(callbacks, nprocs=1, **config)
-    result: Any = nblaunch.notebook_launcher(one.fit, (points(80), points(20)), 1, device="cpu")
-    steps = {name: [r.step for r in result.metrics if name in r.values] for name in ("loss", "lr")}
-    assert steps == {"loss": loss_at, "lr": loss_at}
-    assert [r.step for r in result.metrics if "samples_per_second" in r.values] == rate_at
+    trainer(callbacks, nprocs=1, **config).fit(points(80), points(20))
+    assert steps_of("loss", reported) == steps_of("lr", reported) == loss_at
+    assert steps_of("samples_per_second", reported) == rate_at
 
 
-def test_a_run_without_validation_reports_its_last_throughput() -> None:
-    result: Any = nblaunch.notebook_launcher(trainer(nprocs=1, epochs=1).fit, (points(80),), 1, device="cpu")
-    assert [r.step for r in result.metrics if "samples_per_second" in r.values] == [5]
-
-
-def test_a_resumed_run_reports_its_own_first_step(tmp_path: Path) -> None:
-    def steps(max_steps: int) -> list[int]:
-        one = trainer(nprocs=1, max_steps=max_steps, epochs=None, checkpoint_dir=tmp_path)
-        result: Any = nblaunch.notebook_launcher(one.fit, (points(80),), 1, device="cpu")
-        return [report.step for report in result.metrics if "loss" in report.values]
-
-    assert (steps(3), steps(7)) == ([1, 3], [4, 7])
+def test_a_resumed_run_reports_its_own_first_step(tmp_path: Path, reported: Reports) -> None:
+    for max_steps in (3, 7):
+        trainer(nprocs=1, max_steps=max_steps, epochs=None, checkpoint_dir=tmp_path).fit(points(80))
+    assert steps_of("loss", reported) == [1, 3, 4, 7]
+    assert steps_of("samples_per_second", reported) == [3, 7]  # without validation too
 
 
 # ------------------------------------------------------------------ losses that are no numbers

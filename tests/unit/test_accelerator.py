@@ -68,14 +68,6 @@ def test_a_wrong_argument_is_named(given: dict[str, Any], message: str) -> None:
         Accelerator(**given)
 
 
-def test_alone_it_is_the_main_process_on_the_cpu() -> None:
-    accelerator = Accelerator(compute_setup="cpu")
-    assert (accelerator.rank, accelerator.local_rank, accelerator.world_size) == (0, 0, 1)
-    assert accelerator.is_main_process
-    assert accelerator.device == accelerator.log_device == torch.device("cpu")
-    assert accelerator.sync_gradients
-
-
 def test_an_explicit_mixed_precision_overrides_the_launchs(monkeypatch: pytest.MonkeyPatch) -> None:
     undecided, decided = Accelerator(), Accelerator(mixed_precision="fp16")
     assert undecided.mixed_precision == "no"
@@ -167,11 +159,6 @@ def test_dtype_applies_to_parameters_states_and_batches() -> None:
     ]
 
 
-def test_a_dtype_reaches_the_batches_of_a_prepared_loader() -> None:
-    loader = Accelerator(compute_setup="cpu", dtype=torch.float64).prepare(parts()[3])
-    assert {batch[0].dtype for batch in loader} == {torch.float64}
-
-
 def test_a_schedule_that_was_pickled_steps_without_a_warning() -> None:
     net, optimizer, schedule, _ = parts()
     net, optimizer, schedule = pickle.loads(pickle.dumps((net, optimizer, schedule)))
@@ -196,13 +183,6 @@ def train(accelerator: Accelerator, samples: int, batch_size: int, epochs: int =
                 optimizer.zero_grad()
             synced.append(accelerator.sync_gradients)
     return net, synced, schedule
-
-
-def test_two_small_batches_accumulated_are_one_large_batch() -> None:
-    small, _, _ = train(Accelerator(compute_setup="cpu", gradient_accumulation_steps=2), 8, 2)
-    large, _, _ = train(Accelerator(compute_setup="cpu"), 8, 4)
-    for now, then in zip(small.parameters(), large.parameters(), strict=True):
-        torch.testing.assert_close(now, then)
 
 
 def test_a_loaders_last_batch_ends_a_step() -> None:
@@ -243,21 +223,6 @@ def test_the_last_step_of_an_unsized_stream_has_the_full_divisor() -> None:
         shares.append((net.layer.bias.grad.item(), accelerator.sync_gradients))
         net.zero_grad()
     assert shares == [(0.5, False), (0.5, True), (0.5, True)]
-
-
-def test_a_pass_that_was_broken_off_ends_no_other_passes_steps() -> None:
-    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=4)
-    first, second = accelerator.prepare(parts(8, 2)[3], parts(12, 2)[3])
-    for _ in first:
-        with accelerator.accumulate():
-            pass
-        if first.is_last:
-            break
-    synced = []
-    for _ in second:
-        with accelerator.accumulate():
-            synced.append(accelerator.sync_gradients)
-    assert synced == [False, False, False, True, False, True]
 
 
 def test_an_inner_loader_does_not_end_the_outer_loaders_steps() -> None:
@@ -475,17 +440,10 @@ def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
     for op in ("avg", "AVG", "MEAN", "Sum"):
         assert accelerator.all_reduce_dict({"a": 2.0}, op=op) == {"a": 2.0}
     with pytest.raises(
-        ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give a float, an int64, a bool or a tensor"
+        ArgumentError, match=r"'a' on rank 0 is array\(\[0\., 0\.\]\) of type ndarray: give a float, an"
     ):
-        accelerator.all_reduce_dict({"name": "x"})
-    with pytest.raises(ArgumentError, match=r"'a' on rank 0 is array\(\[0\., 0\.\]\) of type ndarray"):
         accelerator.all_reduce_dict({"a": np.zeros(2)})
-    for number in (2**63, -(2**63) - 1, 10**400):
-        with pytest.raises(ArgumentError, match=r"'n' on rank 0 is an int of \d+ bits: give a float"):
-            accelerator.all_reduce_dict({"n": number}, op="max")
     assert accelerator.all_reduce_dict({"n": -(2**63)}, op="sum") == {"n": -(2**63)}
-    with pytest.raises(ArgumentError, match=r"op='max': 'z' is complex"):
-        accelerator.all_reduce_dict({"z": torch.ones(1, dtype=torch.complex64)}, op="max")
 
 
 def test_collectives_of_one_process_return_the_usual_shapes() -> None:
@@ -502,13 +460,8 @@ def test_collectives_of_one_process_return_the_usual_shapes() -> None:
     assert accelerator.reduce([torch.tensor(3)])[0].tolist() == 3
     assert accelerator.reduce(torch.tensor(3), "mean").dtype == torch.float64
     assert accelerator.broadcast(loss) is loss
-    for call, message in (
-        (lambda: accelerator.gather(["a"]), r"value\[0\] on rank 0 is a str: make it a tensor"),
-        (lambda: accelerator.reduce(loss, "min"), r"reduction='min'"),
-        (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a whole number from 0 to 0"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            call()
+    with pytest.raises(ArgumentError, match="reduction='min'"):
+        accelerator.reduce(loss, "min")
 
 
 # ------------------------------------------------------------------ save

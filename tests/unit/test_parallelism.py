@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, DistributedWeightedSampler, Parallelism, TrainConfig, shard
+from nblaunch.training import DistributedWeightedSampler, Parallelism, shard
 from tests.unit.test_sharding import Standing, standing
 
 __all__ = ["standing"]
@@ -93,15 +93,6 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
         Parallelism(**options)
 
 
-def test_an_accelerator_takes_a_parallelism_only() -> None:
-    with pytest.raises(ArgumentError, match="parallelism='fsdp': must be a Parallelism"):
-        Accelerator(parallelism="fsdp")  # type: ignore[arg-type]
-    accelerator = pickle.loads(pickle.dumps(Accelerator(parallelism=Parallelism())))
-    assert accelerator.parallelism == Parallelism()
-    module = nn.Linear(2, 2)
-    assert accelerator.prepare(module) is module  # alone it has no effect
-
-
 # ------------------------------------------------------------------ modules
 def test_a_plan_names_modules_part_by_part() -> None:
     style = ColwiseParallel()
@@ -125,12 +116,6 @@ def test_units_are_found_innermost_first() -> None:
     assert Parallelism(units=[]).units_of(whole) == {}
     with pytest.raises(ArgumentError, match="units: the ModuleDict has no 'stern': it has stem"):
         Parallelism(units=["stern"]).units_of(whole)
-
-
-def test_a_training_run_takes_a_parallelism() -> None:
-    assert TrainConfig(parallelism=Parallelism()).make_accelerator().parallelism == Parallelism()
-    with pytest.raises(ArgumentError, match="parallelism='fsdp': must be a Parallelism"):
-        TrainConfig(parallelism="fsdp")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ ranks that read the same

@@ -106,8 +106,8 @@ def test_on_the_cpu_nothing_is_read_ahead() -> None:
     assert next(source) == 1
 
 
-@pytest.mark.parametrize("depth", [1, 2, 9])
-@pytest.mark.parametrize("size", [0, 1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 9])
+@pytest.mark.parametrize("size", [0, 5])
 def test_every_batch_comes_once_in_order(cuda: Cuda, depth: int, size: int) -> None:
     batches = [[pinned(cuda, value)] for value in range(size)]
     prefetcher = Prefetcher(batches, "cuda:0", depth)

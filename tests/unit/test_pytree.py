@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,11 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from nblaunch.training.pytree import tensors_in, to_device, tree_map
+from nblaunch.training.pytree import tensors_in, to_device
 
 
 class Pair(NamedTuple):
@@ -130,37 +127,3 @@ def test_dtypes_of_floats_and_of_complex_ones(dtype: Any, of_floats: Any, of_com
     batch = [torch.ones(1), torch.ones(1, dtype=torch.complex64), torch.ones(1).long(), torch.ones(1).bool()]
     moved = to_device(batch, "cpu", dtype)
     assert [tensor.dtype for tensor in moved] == [of_floats, of_complex, torch.int64, torch.bool]
-
-
-LEAVES = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.builds(float_tensor))
-NESTS = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3),
-        st.builds(Pair, inner, inner),
-        st.builds(Frozen, inner),
-        st.builds(Slotted, inner, inner),
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(NESTS)
-def test_any_nest_keeps_its_shape_and_its_other_leaves(nest: Any) -> None:
-    before = copy.deepcopy(nest)
-    seen: list[Any] = []
-
-    def look(leaf: Any) -> Any:
-        seen.append(leaf)
-        return leaf
-
-    same = tree_map(look, nest)
-    changed = tree_map(lambda leaf: ("was", repr(leaf)), nest)
-
-    assert same is nest
-    assert repr(nest) == repr(before)
-    assert sum(isinstance(leaf, torch.Tensor) for leaf in seen) == len(list(tensors_in(nest)))
-    assert repr(changed).count("('was', ") == len(seen)

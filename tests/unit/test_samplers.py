@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import random
 import re
 from collections import Counter
@@ -16,7 +15,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import (
@@ -290,14 +288,6 @@ def test_a_completed_pass_advances_the_epoch_and_a_look_does_not(make: Callable[
     assert list(sampler) == first
 
 
-def test_set_epoch_in_the_middle_of_a_pass_wins(make: Callable[[], RankSampler]) -> None:
-    sampler = make()
-    for count, _ in enumerate(sampler):
-        if count == 2:
-            sampler.set_epoch(7)
-    assert sampler.epoch == 7
-
-
 def test_a_resumed_pass_gives_the_rest_alone(make: Callable[[], RankSampler]) -> None:
     sampler, fresh = make(), make()
     list(sampler)
@@ -344,20 +334,6 @@ def test_the_generators_are_left_as_they_were(make: Callable[[], RankSampler]) -
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_it_can_be_sent_to_a_rank(make: Callable[[], RankSampler]) -> None:
-    sampler = make()
-    list(sampler)
-    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
-
-
-def test_it_feeds_torchs_own_loader() -> None:
-    sampler = ExactDistributedSampler(10, num_replicas=3, rank=0)
-    expected = list(ExactDistributedSampler(10, num_replicas=3, rank=0))
-    data: Any = list(range(10))
-    assert torch.cat(list(DataLoader(data, 2, sampler=sampler, num_workers=1))).tolist() == expected
-    assert sampler.epoch == 1
-
-
 def test_a_dataset_or_its_length() -> None:
     assert len(ExactDistributedSampler([5, 6, 7])) == len(ExactDistributedSampler(3)) == 3
     assert list(ExactDistributedSampler(3, shuffle=False)) == [0, 1, 2]  # alone, as no ranks were named
@@ -376,8 +352,3 @@ def test_a_dataset_or_its_length() -> None:
 def test_numbers_out_of_range_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
         ExactDistributedSampler(**{"dataset_or_length": 3, **arguments})
-
-
-def test_an_epoch_out_of_range_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"^epoch=-1: must be a whole number, at least 0"):
-        ExactDistributedSampler(3).set_epoch(-1)

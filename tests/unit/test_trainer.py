@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -27,38 +26,22 @@ from nblaunch.training.train_config import loader_of
         ({"epochs": -1}, r"epochs=-1: must be a whole number, at least 0"),
         ({"batch_size": 2.5}, r"batch_size=2\.5: must be a whole number, at least 1"),
         ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
-        ({"nprocs": "two"}, r"nprocs='two': must be a whole number"),
         ({"checkpoint_every": True}, r"checkpoint_every=True: must be a whole number"),
         ({"gradient_accumulation_steps": None}, r"gradient_accumulation_steps=None: must be a whole number"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0: use a norm above 0, or None"),
-        ({"max_grad_norm": math.nan}, r"max_grad_norm=nan: use a norm above 0"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of constant, linear, cosine, or a function"),
-        ({"schedule": 3}, r"schedule=3: use one of constant, linear, cosine, or a function"),
         ({"seed": "a"}, r"seed='a'"),
         ({"resume": "yes"}, r"resume='yes': use True or False"),
-        ({"higher_is_better": "max"}, r"higher_is_better='max': use True or False"),
         ({"warmup": 3}, r"warmup=3 needs a schedule: use one of constant, linear, cosine"),
         ({"checkpoint_every": 5}, r"checkpoint_every=5 needs a folder: give checkpoint_dir"),
         ({"checkpoint_dir": 3}, r"checkpoint_dir=3: give the path of a folder"),
         ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
         ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
-        ({"compute_setup": "tpu"}, r"compute_setup='tpu'"),
-        ({"backend": "mpi"}, r"backend='mpi': must be one of 'gloo', 'nccl'"),
-        ({"dtype": torch.int64}, r"dtype=torch\.int64: must be a floating-point or complex type"),
-        ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of 'cpu', 'auto'"),
-        ({"max_steps": 0}, r"max_steps=0: must be a whole number, at least 1"),
-        ({"validate_every": 0}, r"validate_every=0: must be a whole number, at least 1"),
-        ({"restore_best": 1}, r"restore_best=1: use True or False"),
         (
             {"ddp_kwargs": ["bucket_cap_mb"]},
             r"ddp_kwargs=\['bucket_cap_mb'\]: give a dict of arguments for Distributed",
         ),
-        (
-            {"ddp_kwargs": {"unused": True}},
-            r"ddp_kwargs: DistributedDataParallel\(\) got an unexpected keyword argument 'unused': ",
-        ),
         ({"launch": "slurm"}, r"launch='slurm': give a dict of arguments for notebook_launcher"),
-        ({"launch": {"nodes": 2}}, r"launch: notebook_launcher\(\) .* argument 'nodes': did you mean 'num_nodes'"),
         ({"launch": {"block": False}}, r"launch=\{'block': False\}: fit waits for its ranks"),
         ({"launch": {"device": "cuda"}}, r"launch=\{'device': 'cuda'\}: give compute_setup"),
     ],
@@ -72,15 +55,8 @@ def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], 
 def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ArgumentError, match=r"loss_fn='mean': give a function \(.*\) -> loss, or one of 'mse'"):
-        Trainer(model, optimizer, loss_fn="mean")
-    for name in ("mse", "MSE", "mse_loss", "l1", "smooth_l1", "huber"):
-        loss_fn = Trainer(model, optimizer, loss_fn=name).loss_fn
-        full = name.lower().removesuffix("_loss") + "_loss"
-        assert loss_fn is not None
-        assert loss_fn(torch.ones(2), torch.zeros(2)) == getattr(F, full)(torch.ones(2), torch.zeros(2))
-    for name in ("cross_entropy", "nll", "binary_cross_entropy", "binary_cross_entropy_with_logits"):
-        assert Trainer(model, optimizer, loss_fn=name).loss_fn in (getattr(F, name, None), F.nll_loss)
+    with pytest.raises(ArgumentError, match=r"loss_fn='mean': give a function \(.*\) -> loss"):
+        Trainer(model, optimizer, loss_fn="mean")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
         Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
 
@@ -111,12 +87,6 @@ def test_gpus_are_refused_where_none_is_visible(monkeypatch: pytest.MonkeyPatch)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert TrainConfig(compute_setup="gpu").compute_setup == "gpu"
-
-
-def test_epochs_and_steps_have_defaults_that_fit() -> None:
-    assert TrainConfig().epochs == 1
-    assert TrainConfig(max_steps=9).epochs is None
-    assert TrainConfig(max_steps=9, epochs=2).epochs == 2
 
 
 class Misspelt:
@@ -236,15 +206,6 @@ def test_a_schedule_rises_and_falls(schedule: str, expected: list[float]) -> Non
     assert rates == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_custom_schedule_gets_the_number_of_steps() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    config = TrainConfig(schedule=lambda opt, steps: torch.optim.lr_scheduler.StepLR(opt, steps // 3))
-    made = config.make_scheduler(optimizer, steps=9)
-    assert isinstance(made, torch.optim.lr_scheduler.StepLR)
-    assert made.step_size == 3
-    assert TrainConfig().make_scheduler(optimizer, 9) is None
-
-
 class Rates:
     """A callback that notes the learning rate that each step was taken with."""
 
@@ -287,22 +248,6 @@ def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ checkpoints
-class Unsavable:
-    """Breaks off the write in its middle."""
-
-    def __reduce__(self) -> Any:
-        raise OSError("no space left on device")
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "step-10.pt"
-    checkpoint.write({"weight": torch.ones(3)}, path)
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.write({"weight": torch.zeros(3), "bad": Unsavable()}, path)
-    assert [entry.name for entry in path.parent.iterdir()] == ["step-10.pt"]
-    assert checkpoint.read(path)["weight"].tolist() == [1.0, 1.0, 1.0]
-
-
 def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     for name in ("step-9.pt", "step-100.pt", "step-10.pt", "best.pt", "step-x.pt"):
         (tmp_path / name).touch()
@@ -369,8 +314,11 @@ def test_files_of_a_killed_write_are_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
 
 
-def test_a_schedule_by_results_is_refused() -> None:
+def test_a_schedule_of_the_users_own_gets_the_steps_and_is_none_by_results() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    config = TrainConfig(schedule=lambda opt, steps: torch.optim.lr_scheduler.StepLR(opt, steps // 3))
+    made: Any = config.make_scheduler(optimizer, steps=9)
+    assert made.step_size == 3
     schedule: Any = lambda opt, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(opt)  # noqa: E731
     config = TrainConfig(schedule=schedule)
     with pytest.raises(ArgumentError, match=r"a ReduceLROnPlateau steps by a result of validation: step it in a callb"):
@@ -399,5 +347,5 @@ def test_a_run_without_numbers_has_no_best_step(tmp_path: Path) -> None:
     one = of_width(2, tmp_path, monitor="valid_loss")
     with pytest.warns(UserWarning, match="the loss is nan at step 1 on rank 0"):
         one.fit(data, data)
-    with pytest.raises(ArgumentError, match="no validation has had a number as the monitored result, so none is the b"):
+    with pytest.raises(ArgumentError, match="no step is the best while the monitored result has never been a number"):
         one.restore_best()
