@@ -39,14 +39,13 @@ from nblaunch.engines.link import (
     BlobStore,
     Message,
     Outbox,
-    Wake,
     configure,
     credential,
     parts_of,
     versions_here,
 )
 from nblaunch.engines.local import LocalEngine, LocalWorker, LocalWorkers
-from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Received, Sampler
+from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Received, Sampler, Wakeup
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
 from nblaunch.machine.own_code import OwnFile, digest_of
@@ -437,7 +436,7 @@ class Agent:
         self._identity = os.urandom(12).hex().encode()
         self._context = zmq.Context()
         self._socket = self._connected()
-        self._wake = Wake()
+        self._wake = Wakeup()
         self._reason_to_leave = ""
         self._term_at: float | None = None
         """When a SIGTERM was reported."""

@@ -17,7 +17,6 @@ result; what must not wait behind logs goes first. Lanes take turns.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hmac
@@ -41,6 +40,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import segments, timeouts
 from nblaunch.machine.segments import Draft
@@ -80,30 +80,6 @@ def configure(link: zmq.Socket[bytes]) -> None:
     link.setsockopt(zmq.HEARTBEAT_IVL, int(LINK_BEAT_S * 1000))
     link.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(LINK_SILENCE_S * 1000))
     link.setsockopt(zmq.HEARTBEAT_TTL, int(LINK_SILENCE_S * 1000))
-
-
-class Wake:
-    """Ends the wait of a thread that watches it, from any other; an `engines.protocol.Wakeup`."""
-
-    def __init__(self) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._read.fileno()
-
-    def set(self) -> None:
-        with contextlib.suppress(OSError):  # full of wakeups, or closed
-            self._write.send(b"!")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # another has read it
-            self._read.recv(4096)
-
-    def close(self) -> None:
-        self._read.close()
-        self._write.close()
 
 
 class Outbox:
@@ -307,7 +283,7 @@ class Link:
         public, secret = zmq.curve_keypair()
         self._client_public, self._client_secret = zmq.curve_keypair()
         self._context = zmq.Context()
-        self._wake = Wake()
+        self._wake = Wakeup()
         try:
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks about each connection, before any message

@@ -40,7 +40,6 @@ from nblaunch.engines.link import (
     Link,
     Message,
     Peer,
-    Wake,
     difference,
     parts_of,
     versions_here,
@@ -446,7 +445,7 @@ class NodeWorkers:
         self._events: deque[Event] = deque()
         self._samplers: list[NodeSampler] = []
         self._changed = threading.Condition()
-        self._wake = Wake()
+        self._wake = Wakeup()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(wakeup, selectors.EVENT_READ)

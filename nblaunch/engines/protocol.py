@@ -6,7 +6,9 @@ on any machine. A group is used from one thread; `Workers.wait` returns its even
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -177,14 +179,28 @@ class Sampler(Protocol):
         """Release what sampling holds. Idempotent."""
 
 
-class Wakeup(Protocol):
-    """Ends `Workers.wait` early, from another thread."""
+class Wakeup:
+    """Ends the wait of a thread that watches it, such as `Workers.wait`, from any other."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once there is something to do."""
+        return self._read.fileno()
+
+    def set(self) -> None:
+        with contextlib.suppress(OSError):  # full of wakeups, or closed
+            self._write.send(b"!")
 
     def clear(self) -> None:
-        """Make it unreadable again."""
+        with contextlib.suppress(BlockingIOError):  # another has read it
+            self._read.recv(4096)
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()
 
 
 class GivenUpError(StartError):

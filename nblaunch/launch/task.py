@@ -119,7 +119,7 @@ class Task:
         self._has_noted_threads = False
         self._is_last = False
         self.console = console or DebugConsole(len(self.ranks), sources)
-        self.console.begin(number, commands.wake)
+        self.console.begin(number, commands.set)
         self._stepped_at = time.monotonic()
 
     def send(
