@@ -18,40 +18,29 @@ _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"
 
 @dataclass(frozen=True, slots=True)
 class CellSource:
-    """A cell that the notebook has run.
-
-    Attributes:
-        label: Such as ``Cell In[3]``.
-        typed: The cell as the user wrote it.
-        python: The same, with IPython's syntax translated.
-        is_of_ranks: The session's ranks ran it, and not the notebook: ``%distributed auto`` was on.
-    """
+    """A cell that the notebook has run, with its label, such as ``Cell In[3]``."""
 
     label: str
     typed: str
     python: str
+    """The same, with IPython's syntax translated."""
     is_of_ranks: bool = False
+    """The session's ranks ran it: ``%distributed auto`` was on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Statement:
-    """A statement at the top level of a cell.
-
-    Attributes:
-        cell: Its cell.
-        order: The number of the cell in the order of execution, and of the line.
-        text: Its lines, with the comment above; without what else stands on its line.
-        node: Its syntax.
-    """
+    """A statement at the top level of a cell."""
 
     cell: CellSource
     order: tuple[int, int]
+    """The number of the cell in the order of execution, and of the line."""
     text: str
+    """Its lines, with the comment above; without what else stands on its line."""
     node: ast.stmt
 
     @functools.cached_property
     def binds(self) -> frozenset[str]:
-        """The names that it assigns, defines or imports."""
         return frozenset(names_bound(self.code))
 
     @functools.cached_property

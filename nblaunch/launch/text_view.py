@@ -37,7 +37,6 @@ from nblaunch.launch.views import (
 from nblaunch.machine.segments import in_words
 
 _MAX_EMISSION_BYTES = 40 << 10
-"""Of all sources together."""
 _MAX_LAUNCH_BYTES = 2_000_000
 """A notebook with more text opens slowly: beyond this, output goes to the logs alone."""
 _EMIT_INTERVAL_S = 0.35
@@ -99,7 +98,6 @@ class TextView(View):
         self._blocks: list[tuple[_Source, Excerpt]] = []
         """Pending blocks of lines, each from one source, in display order."""
         self._is_full = False
-        """The launch has shown `_MAX_LAUNCH_BYTES`."""
         self._due = -math.inf
         self._start_late_at = math.inf
         """When to say what the ranks do before they run."""
@@ -217,7 +215,6 @@ class TextView(View):
             self._add(_NBLAUNCH, [f"nblaunch: {in_words(self._shown_bytes)} shown; further output goes only to {logs}"])
 
     def _send(self, out: str, err: str) -> None:
-        """Send pending text, the status line last."""
         if out or err:
             out = self._status.erase() + out
         after = self._status.redraw()
@@ -231,8 +228,6 @@ class TextView(View):
 
 
 class _Status:
-    """The status line, redrawn in place."""
-
     def __init__(self, is_terminal: bool, *, is_shown: bool) -> None:
         self.countdown = ""
         self.awaited = ""
@@ -253,7 +248,6 @@ class _Status:
         self.countdown = self.awaited = ""
 
     def erase(self) -> str:
-        """Return the text that blanks the line."""
         blank = " " * len(self._drawn)
         self._drawn = ""
         return f"\r{blank}\r" if blank else ""

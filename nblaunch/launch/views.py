@@ -27,8 +27,7 @@ class Controls(Protocol):
     """What a view may ask of its launch, from any thread. Each call returns at once."""
 
     @property
-    def done(self) -> bool:
-        """True once the launch has ended."""
+    def done(self) -> bool: ...
 
     def stop(self) -> None: ...
 
@@ -38,8 +37,7 @@ class Controls(Protocol):
         """Request a `StacksShown` event with the stacks of all live ranks."""
 
     @property
-    def console(self) -> DebugConsole:
-        """The debuggers of the ranks."""
+    def console(self) -> DebugConsole: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class LaunchInfo:
     attempt: int = 0
     """0, or the number of the restart."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """The environment of the ranks."""
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps the logs from being pruned."""
     is_session: bool = False
@@ -88,7 +85,6 @@ class LogLines:
     rank: int
     stream: Stream
     path: str
-    """Of the whole log."""
     lines: Sequence[str]
     """Finished lines, each with its own colours."""
     open: Sequence[str] = ()
@@ -106,11 +102,9 @@ class Failure:
     type_name: str
     """Empty if the message names the rank and what happened to it."""
     message: str
-    """One sentence."""
     where: str
     """The user's own line, such as ``Cell In[3], line 4``; empty if unknown."""
     source: str
-    """The source text of that line."""
     traceback: str
     others: tuple[str, ...]
     """A line for each other rank that failed later."""
@@ -119,7 +113,6 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """Who failed, and how, in one sentence."""
         if not self.type_name:
             return self.message
         who = f"Rank {self.rank}" if self.rank >= 0 else "The launch"
@@ -152,7 +145,6 @@ class Begun:
 
     controls: Controls
     blocking: bool
-    """The launching thread waits for the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +198,6 @@ class Output:
     text: str
     """Stands for it where only text can be shown."""
     size: int
-    """Bytes of the body."""
     body: str | Body = ""
     """A `Body` if it is large or binary."""
     width: int | None = None
@@ -246,8 +237,6 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class Countdown:
-    """The progress of stopping. Replaces the previous one."""
-
     text: str
 
 
@@ -256,7 +245,6 @@ class StacksShown:
     """The stacks that `Controls.ask_stacks` requested."""
 
     texts: Mapping[int, str]
-    """The stack of each live rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +283,6 @@ PREPARING_NOTE_DELAY_S = 0.5
 
 
 class View(ABC):
-    """Shows one launch."""
-
     shows_notes: bool = True
     """False for a view that shows nothing."""
     shows_failures: bool = False

@@ -27,12 +27,7 @@ from nblaunch.transfer.parcel import sent_data_cache
 
 
 class Command(NamedTuple):
-    """A sub-command.
-
-    Attributes:
-        parser: Of the words behind its name.
-        run: Takes the shell and the parser's values; returns what to show.
-    """
+    """A sub-command: `run` takes the shell and the parser's values, and returns what to show."""
 
     parser: LineParser
     run: Callable[..., str]
@@ -66,11 +61,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def run(shell: Any, words: Sequence[str]) -> str:
-    """Run the sub-command that these words name; return what to show.
-
-    Raises:
-        UsageError: The line is wrong.
-    """
+    """Run the sub-command that these words name; return what to show."""
     name = command_of(words)
     if not name:
         typed = f"%distributed {' '.join(words)}".strip()
@@ -156,11 +147,7 @@ def _preload(shell: Any, modules: list[str]) -> str:
 
 # ------------------------------------------------------------------ sessions
 def chosen_session(name: str | None, option: str = "--session") -> Session | None:
-    """Return the session of this name, or the one used last; None if there is none.
-
-    Raises:
-        UsageError: There is no session of this name.
-    """
+    """Return the session of this name, or the one used last; None if there is none."""
     found = live_sessions.find(name)
     if found is None and name is not None:
         known = ", ".join(live_sessions.live_sessions())
@@ -170,11 +157,7 @@ def chosen_session(name: str | None, option: str = "--session") -> Session | Non
 
 
 def session_of_cell(name: str | None) -> Session | None:
-    """Return the session that a cell runs in, if any; tell the user of one that has ended.
-
-    Raises:
-        UsageError: There is no session of this name, or it has ended unasked.
-    """
+    """Return the session that a cell runs in, if any; tell the user of one that has ended."""
     found = chosen_session(name)
     ended = live_sessions.take_ended() if name is None else None
     if ended is None:
@@ -290,7 +273,6 @@ def _auto(shell: Any, state: str) -> str:
 
 
 def help_text() -> str:
-    """Return what each sub-command does, with its options."""
     return "\n".join(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())
 
 

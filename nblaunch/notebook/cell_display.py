@@ -140,7 +140,6 @@ class UsageMeter:
         self._sampler: Sampler | None = None
 
     def sample(self, workers: Workers | None, ranks: Collection[int]) -> list[Usage]:
-        """Return the usage of these ranks of the present group, as far as they run."""
         if workers is not self._workers:
             self.close()
             self._workers = workers

@@ -72,7 +72,6 @@ def make_cell(
 
 
 def _ends_with_semicolon(source: str) -> bool:
-    """Return True if the last token is a semicolon, which suppresses the display of the value."""
     blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.string for token in tokens if token.type not in blank][-1:] == [";"]
@@ -154,11 +153,7 @@ def _is_of_ranks(help_line: str) -> bool:
 
 
 def _to_session(lines: list[str]) -> list[str]:
-    """Put the magic on top of a cell; remove ``%%local``, so that IPython runs the cell as any other.
-
-    Raises:
-        SyntaxError: The session has ended: the cell was not meant for the notebook.
-    """
+    """Put the magic on top of a cell; remove ``%%local``, so that IPython runs the cell as any other."""
     first, *rest = [line.strip() for line in lines if line.strip()] or [""]
     is_help = not rest and "?" in first and _HELP.fullmatch(first) is not None
     if not _paused.get() and first == "%%local":

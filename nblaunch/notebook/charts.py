@@ -38,7 +38,6 @@ _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]
 _MIN_RANGE = 1e-280
 """Parts of a smaller range may be zero."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 8.0, 8.0, 18.0
-"""The margins of a chart, in pixels."""
 
 Point = tuple[float, float]
 _Row = TypeVar("_Row", bound=tuple[float, ...])
@@ -81,7 +80,6 @@ class Summary:
     best: float | None
     """Best mean; None if the direction is unknown or no value is finite."""
     by_rank: Mapping[int, float]
-    """The latest value of each rank."""
     marked: Point | None = None
     """The step that is marked as the best one, and its value, which may be NaN."""
     is_numbered: bool = False
@@ -94,7 +92,6 @@ class Summary:
 
     @property
     def differs(self) -> bool:
-        """True if the latest values of the ranks differ."""
         return len({repr(value) for value in self.by_rank.values()}) > 1
 
     @property
@@ -229,7 +226,6 @@ class Line:
     points: Sequence[Point]
     stroke: Stroke
     marked: Point | None = None
-    """The best point, drawn as a ring."""
 
 
 def line_chart(
@@ -287,7 +283,6 @@ def line_chart(
 
 
 def data_uri(svg: str) -> str:
-    """Return the document as the source of an ``<img>``."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

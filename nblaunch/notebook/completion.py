@@ -43,7 +43,6 @@ def as_matcher(completions: Callable[[Any], dict[str, Any]]) -> Callable[[Any], 
 
 @as_matcher
 def complete_distributed(context: Any) -> dict[str, Any]:
-    """Complete options and their values, as an IPython matcher."""
     line = context.line_with_cursor
     if _session_of(context.full_text, context.cursor_line) is not None:
         return _names_of_ranks(context)
@@ -71,7 +70,6 @@ def complete_distributed(context: Any) -> dict[str, Any]:
 
 
 def _words_after(name: str) -> list[str]:
-    """Return what may follow these words of a line of ``%distributed``."""
     if name == "auto":
         return ["on", "off"]
     begin = f"{name} ".lstrip()

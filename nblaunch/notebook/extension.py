@@ -36,7 +36,6 @@ def register_frontend(shell: Any) -> NotebookFrontend:
 
 
 def load(shell: Any) -> None:
-    """Register the magic and its completion, and let the engine prepare for the first launch."""
     register_frontend(shell)
     shell.register_magics(DistributedMagics)
     matchers = _matchers(shell)

@@ -33,7 +33,6 @@ class _Log:
         self.end = self.sent = 0
         """The numbers of the next line and of the next to send."""
         self.open: list[LineEntry] = []
-        """The unfinished lines."""
         self.is_open_sent = True
 
     def add(self, log: LogLines, now: float) -> None:
@@ -74,7 +73,6 @@ class _Log:
         self.is_open_sent = self.is_open_sent and not self.open
 
     def _from(self, number: int) -> list[LineEntry]:
-        """Return the kept lines from this number on."""
         return [*islice(self.lines, max(0, number - self.end + len(self.lines)), None)]
 
 
@@ -94,7 +92,6 @@ class LogFeed:
 
     @property
     def waiting(self) -> int:
-        """Bytes that were not sent."""
         with self._lock:
             return sum(log.waiting for log in self._logs.values())
 

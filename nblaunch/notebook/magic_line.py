@@ -22,30 +22,20 @@ _METRIC = re.compile(rf"(?<!\S)(--metrics?)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)"
 
 
 class LineParser(MagicArgumentParser):
-    """The parser of a magic's line. Options that are not given have no value.
-
-    Args:
-        name: The magic, and its sub-command if any.
-        about: What it does.
-    """
+    """The parser of a magic's line. Options that are not given have no value."""
 
     def __init__(self, name: str, about: str) -> None:
         super().__init__(name, description=about, argument_default=SUPPRESS)
         self.allow_abbrev = False
 
     def add_options(self, names: Sequence[str]) -> None:
-        """Add these options of the table, as far as they have a flag."""
         for name in names:
             option = TABLE[name]
             if option.help:
                 self.add_argument(*(option.flags or [flag_of(name)]), dest=name, help=option.help, **option.parsing)
 
     def values(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the values of the words by name.
-
-        Raises:
-            UsageError: A value is none, or some words belong to no option.
-        """
+        """Return the values of the words by name."""
         parsed, unknown = self.parse_known_args(words)
         if not unknown:
             return vars(parsed)
@@ -72,11 +62,7 @@ class LineParser(MagicArgumentParser):
 
 
 def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
-    """Return the words of the magic's line: patterns as typed, the rest expanded.
-
-    Raises:
-        UsageError: A quote is not closed.
-    """
+    """Return the words of the magic's line: patterns as typed, the rest expanded."""
     first, *parts = _METRIC.split(line)
     try:
         words = arg_split(expand(first), posix=True)  # without the quotes of 'ssh gpu1 gpu2'
@@ -89,7 +75,6 @@ def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks that an option names, as in ``0,2``."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

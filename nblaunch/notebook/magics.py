@@ -75,7 +75,6 @@ def _cell_parser() -> LineParser:
 
 
 CELL = _cell_parser()
-"""Parses the line of ``%%distributed``."""
 
 
 @actions.command("help")
@@ -86,8 +85,6 @@ def _help(shell: Any) -> str:
 
 @magics_class
 class DistributedMagics(Magics):
-    """Parses the magics' lines, and delegates to the launcher."""
-
     shell: Any
 
     @cell_magic

@@ -92,7 +92,6 @@ class NotebookFrontend(Frontend):
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
     ) -> None:
-        """Show a session under the cell that has started it, if a page can show it."""
         if self.shows_html():
             SessionDisplay(self.shell, state, env, workers).start()
 
@@ -150,7 +149,6 @@ class NotebookFrontend(Frontend):
 _LINGER_MS = 1000
 """For ipykernel to read the last wakeups of a thread; it reads them at once."""
 _widget_problem = ""
-"""Why the widget cannot be imported; empty if no import has failed."""
 
 
 def can_show_panels() -> bool:

@@ -57,7 +57,6 @@ class OutputStore:
         self._size = 0
         self._count = 0
         self._waiting: deque[tuple[int, _Item]] = deque()
-        """Outputs that the page does not have yet."""
         self._sending: tuple[int, bytes, int] | None = None
         """The number and the bytes of the output being sent, and how many were sent."""
 

@@ -102,9 +102,7 @@ class PanelView(View):
         self._ended_at = 0.0
         self._widget: Any = None
         self._resyncs: list[Resync] = []
-        """Of pages that may have missed messages."""
         self._needs_record = False
-        """A page writes the record into its notebook."""
         self._needs_last = True
         """The page must be told once that nothing follows."""
         self._sender: threading.Thread | None = None

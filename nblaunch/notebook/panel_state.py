@@ -69,7 +69,6 @@ class Series:
 
     @property
     def reported(self) -> list[_Reported]:
-        """The kept points, in order of arrival."""
         return list(zip(self._xs, self._ys, self._numbers, strict=True))
 
     def points(self, *, numbered: bool = False) -> list[Point]:
@@ -102,7 +101,6 @@ class PanelState:
         self.state = StateEntry("starting", countdown="", attempt=0, log_dir="", seconds=None, message="")
         self.ranks: dict[int, RankState] = dict.fromkeys(range(world_size), "starting")
         self.pids: dict[int, int] = {}
-        """The processes of live ranks."""
         self.progress: dict[int, dict[str, ProgressEntry]] = {}
         self.series: dict[str, dict[int, Series]] = {}
         self.plan = ChartPlan()
@@ -110,7 +108,6 @@ class PanelState:
         """The best point of each metric for which one is marked, with the lowest rank that has marked it."""
         self.resources: dict[int, ResourceEntry] = {}
         self.outputs: dict[int, OutputsEntry] = {}
-        """What each rank displays."""
         self.notes: list[NoteEntry] = []
         self.failure: Failure | None = None
         self.stacks: StacksEntry | None = None
@@ -189,7 +186,6 @@ class PanelState:
         self._mark("notes", [len(self.notes) - 1])
 
     def set_stuck(self, now: float, stuck: Stuck) -> None:
-        """Set why ranks wait, and note it."""
         entry = StuckEntry([line[:_MAX_TEXT_LENGTH] for line in stuck.lines], stuck.ranks)
         if entry != self.stuck:
             self.stuck = entry

@@ -76,25 +76,18 @@ _MAX_TEXT_BYTES = 8000
 
 @dataclass(frozen=True, slots=True)
 class RankTail:
-    """The end of one rank's log."""
-
     rank: int
     lines: tuple[str, ...]
     """As a terminal would show them, with colour sequences."""
     more: bool
-    """Earlier lines are missing."""
     path: str
-    """Path of the whole log."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutputs:
-    """What one rank has displayed."""
-
     rank: int
     contents: tuple[OutputContent, ...]
     left_out: int
-    """Outputs that are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +96,6 @@ class Record:
 
     name: str
     state: str
-    """running, finished, failed or stopped."""
     seconds: float
     message: str
     ranks: str
@@ -128,7 +120,6 @@ class Record:
     outputs: Sequence[RankOutputs] = ()
 
     def summaries(self) -> list[list[Summary]]:
-        """Return the metrics in numbers, those of each chart together."""
         return summarise(self.metrics, self.charts, self.best, self.numbered)
 
 
@@ -191,7 +182,6 @@ def one_line(text: str, most: int) -> str:
 
 
 def counted(number: int, name: str) -> str:
-    """Return, for example, "1 rank" or "2 ranks"."""
     return f"{number} {name}{'s' * (number != 1)}"
 
 

@@ -66,10 +66,8 @@ class _Sanitiser(HTMLParser):
         self._parts: list[str] = []
         self._open: list[str] = []
         self._dropping = ""
-        """The element whose content is being dropped."""
         self._nested = 0
         self._style: list[str] | None = None
-        """The text of the style sheet that is being read."""
         self._by_id: dict[str, str] = {}
         """The styles of ids: pandas colours cells this way."""
         self._is_visible = False

@@ -49,7 +49,6 @@ class SessionDisplay:
         self._shown = ""
 
     def start(self) -> None:
-        """Show the session from now until it is stopped, in a thread."""
         self._show(self._state())
         threading.Thread(target=self._follow, name="nblaunch-session-display", daemon=True).start()
 

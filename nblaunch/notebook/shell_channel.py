@@ -49,7 +49,6 @@ class ShellChannel:
         self._kernel_handler: Callable[[Sequence[Any]], Any] | None = None
         """The kernel's own handler, while `_arrived` replaces it."""
         self._cell: Any = None
-        """The request of the waiting cell."""
         self._over = threading.Event()
         self._busy_at = self._busy_until = 0.0
         if self._stream is None:

@@ -106,7 +106,6 @@ def script() -> str:
 
 @functools.cache
 def loader() -> str:
-    """Return the module that each panel's widget carries: it loads the script."""
     return _bare((STATIC / "loader.js").read_text(encoding="utf-8"))
 
 

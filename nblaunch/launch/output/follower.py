@@ -37,8 +37,6 @@ _MAX_LATE_LINES = 20
 
 
 class PrintedLog:
-    """What a rank prints to one stream, as lines."""
-
     def __init__(self, rank: int, stream: Stream, log: Log) -> None:
         self.rank, self.stream, self.log = rank, stream, log
         self.at = self._size = 0
@@ -70,7 +68,6 @@ class PrintedLog:
         return self._lines(lines + self._assembler.feed(data), retracted)
 
     def finish(self) -> LogLines:
-        """End the unfinished lines: nothing follows them."""
         return self._lines(self._assembler.finish())
 
     def skip(self) -> None:
@@ -82,8 +79,6 @@ class PrintedLog:
 
 
 class Spool:
-    """What a rank reports and displays, as records."""
-
     def __init__(self, log: Log) -> None:
         self.log = log
         self._at = 0
@@ -231,7 +226,6 @@ class LateOutput:
         """Rank, log, and how much of the log was shown."""
 
     def follow(self, output: OutputFollower) -> None:
-        """Watch the logs of a task that has ended."""
         unshown = [(rank, log, since) for rank, log, since in self._logs if log.size() > since]
         self._logs = unshown + [(log.rank, log.log, log.at) for rank in output.ranks for log in rank.printed]
 

@@ -107,9 +107,7 @@ class RankLogs:
     """The logs of one rank and its child processes. They are not pruned while this object lives."""
 
     out: Path
-    """Stdout."""
     err: Path
-    """Stderr."""
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps the logs from being pruned."""
     dropped: bool = False
@@ -174,11 +172,7 @@ def _temporary_root(reason: OSError) -> Path:
 
 
 def _safe(root: Path) -> Path:
-    """Create `root` and return it, or a subdirectory of this user's own where all may create files, as in ``/tmp``.
-
-    Raises:
-        PermissionError: Another user could change what is in it.
-    """
+    """Create `root` and return it, or a subdirectory of this user's own where all may create files, as in ``/tmp``."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found, user = root.stat(), os.getuid()
     foreign = {root.lstat().st_uid, found.st_uid} - {0, user}  # also of a link: its owner may change it

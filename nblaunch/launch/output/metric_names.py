@@ -42,7 +42,6 @@ def direction(name: str) -> Direction:
 
 
 def kind(name: str) -> Kind:
-    """Return how to write the values of a metric."""
     words = [word.lower() for word in _WORD.findall(name)]
     *_, before, last = ["", "", *words]
     if "throughput" in words or (last in _SECOND and (before == "per" or name.lower().endswith(f"/{last}"))):
@@ -93,8 +92,6 @@ def formatted(value: float, kind: Kind) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What is drawn in one chart."""
-
     names: tuple[str, ...]
     """The metrics; training comes first."""
 

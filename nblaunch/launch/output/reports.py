@@ -71,7 +71,6 @@ class ReportList(list[Report]):
         return {name: len(values) for name, values in self._by_name().items() if len({*map(repr, values)}) > 1}
 
     def _by_name(self) -> dict[str, list[float]]:
-        """Return the latest values of each metric, by rank."""
         found: dict[str, list[float]] = {}
         for rank in sorted(self._latest):
             for name, (_, value) in self._latest[rank].items():

@@ -72,11 +72,9 @@ class LineAssembler:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rows = [_Row()]
         self._row = 0
-        """Of the cursor."""
         self._held = 1
         """Rows that may still change: more than one once the cursor has moved up."""
         self._ends = 0
-        """Line ends since then."""
         self._recent: deque[str] = deque(maxlen=_BARS)
         self._lines: list[str] = []
         self._colour = ""
@@ -253,7 +251,6 @@ class Excerpt:
 
     @property
     def size(self) -> int:
-        """The bytes of the kept lines."""
         return self._head_size + self._tail_size
 
     def text(self, gap: str) -> str:
