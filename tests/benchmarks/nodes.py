@@ -253,7 +253,7 @@ def measured(level: Level, agents: int, seconds: float, lines: float) -> Growth:
         placing = time.monotonic()
         group = made(engine, agents, folder)
         started = time.monotonic()
-        time.sleep(2.0)  # what the start has left is over
+        time.sleep(min(2.0, seconds))  # what the start has left is over
         used, at = time.process_time(), time.monotonic()
         ages = []
         while time.monotonic() - at < seconds:
