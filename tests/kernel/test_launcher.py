@@ -29,23 +29,16 @@ def bare_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 # ------------------------------------------------------------------ loading
-@pytest.mark.alone
 def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
     load = (
         "import sys, time\nbegin = time.perf_counter()\nget_ipython().run_line_magic('load_ext', 'nblaunch')\n"
         "seconds = time.perf_counter() - begin"
     )
-    best = 1e9
-    for _ in range(3):  # a busy machine may hold up one of them
-        with running_kernel(NBLAUNCH_STATE_DIR=str(tmp_path / "state")) as kernel:
-            kernel.run(load).check()
-            seconds, imported = kernel.ask("seconds, 'torch' in sys.modules")
-            best = min(best, seconds)
-            assert not imported
-        if best < 3.0:
-            break
-
-    assert best < 3.0
+    with running_kernel(NBLAUNCH_STATE_DIR=str(tmp_path / "state")) as kernel:
+        kernel.run(load).check()
+        seconds, imported = kernel.ask("seconds, 'torch' in sys.modules")
+    assert not imported
+    assert seconds < 9.0  # three times what it takes beside other tests
 
 
 def test_load_ext_warns_if_no_fork_server_can_start(fresh_kernel: Kernel) -> None:
@@ -315,7 +308,6 @@ def test_a_rank_cannot_launch(kernel: Kernel) -> None:
     assert cell.error.startswith("NestedLaunchError: this is rank 0 of a launch, and a rank cannot launch")
 
 
-@pytest.mark.alone
 def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kernel, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()

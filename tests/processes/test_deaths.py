@@ -21,8 +21,8 @@ from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import RankDiedError, RankLostError
 from tests.conftest import LONG, conformance, eventually, present_server, settled_server
 
-pytestmark = pytest.mark.alone  # other tests must not take a part of the 3 s that are promised
 SURVIVES_AT_MOST = 3.0
+_ALONE = pytest.mark.alone  # other tests must not take a part of the 3 s that are promised
 KINDS = ("rank", "worker", "subprocess", "session", "daemon")
 """What `with_offspring` starts, besides its rank itself."""
 
@@ -169,11 +169,8 @@ def assert_next_launch_works(start_method: str) -> None:
 
 
 @pytest.fixture
-def _beside_a_worker(request: pytest.FixtureRequest) -> Iterator[None]:
+def _beside_a_worker() -> Iterator[None]:
     """A DataLoader worker of the notebook's own, alive, with copies of the notebook's descriptors."""
-    if not request.param:
-        yield
-        return
     servers.warm_up()  # the worker is to have a copy of its channel
     workers = start_worker()
     yield
@@ -181,18 +178,7 @@ def _beside_a_worker(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ one victim each
-WHERE = pytest.mark.parametrize(
-    ("start_method", "_beside_a_worker"),
-    [
-        pytest.param("forkserver", False, id="forkserver"),
-        pytest.param("forkserver", True, id="forkserver, beside a worker of the notebook"),
-        pytest.param("spawn", False, id="spawn"),
-    ],
-    indirect=True,
-)
-
-
-@WHERE
+@_ALONE
 @pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
@@ -215,7 +201,7 @@ def test_a_fork_server_that_was_killed_while_idle_is_replaced(start_method: str)
     assert not alive(server.process.pid)
 
 
-@WHERE
+@_ALONE
 @pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, family: Family, other: Family) -> None:
     launch, other_launch = begin(family, start_method), begin(other, start_method)
@@ -234,7 +220,7 @@ def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, famil
     assert other_launch.wait(LONG)
 
 
-@conformance("forkserver", "spawn")
+@_ALONE
 def test_nothing_survives_a_rank_in_a_collective(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
 
@@ -246,7 +232,6 @@ def test_nothing_survives_a_rank_in_a_collective(start_method: str, family: Fami
     assert_next_launch_works(start_method)
 
 
-@conformance("forkserver", "spawn")
 def test_nothing_survives_the_end_of_a_launch(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
 
@@ -273,10 +258,10 @@ def test_a_launch_outlives_the_generation_of_its_fork_server(family: Family, mon
 
 
 # ------------------------------------------------------------------ the kernel itself
-def be_a_kernel(start_method: str, folders: list[str], with_worker: bool) -> None:
-    """In a process of its own: launch into each folder, and wait to be killed."""
+def be_a_kernel(start_method: str, folders: list[str]) -> None:
+    """In a process of its own, with a DataLoader worker: launch into each folder, and wait to be killed."""
     servers.warm_up()
-    workers = start_worker() if with_worker else None
+    workers = start_worker()
     for folder in folders:
         notebook_launcher(
             with_offspring,
@@ -290,34 +275,19 @@ def be_a_kernel(start_method: str, folders: list[str], with_worker: bool) -> Non
     del workers
 
 
-@pytest.fixture
-def kernel(
-    request: pytest.FixtureRequest, start_method: str, family: Family, other: Family
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that launches twice, and has a DataLoader worker of its own."""
-    arguments = json.dumps([start_method, [str(family.folder), str(other.folder)], request.param])
+@_ALONE
+@conformance("forkserver", "spawn")
+def test_nothing_survives_the_kernel(start_method: str, family: Family, other: Family) -> None:
+    arguments = json.dumps([start_method, [str(family.folder), str(other.folder)]])
     code = (
         "import json, sys; from tests.processes.test_deaths import be_a_kernel; be_a_kernel(*json.loads(sys.argv[1]))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, arguments])
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.parametrize(
-    ("start_method", "kernel"),
-    [
-        pytest.param("forkserver", False, id="forkserver"),
-        pytest.param("forkserver", True, id="forkserver, with a worker of its own"),
-        pytest.param("spawn", False, id="spawn"),
-    ],
-    indirect=True,
-)
-def test_nothing_survives_the_kernel(kernel: subprocess.Popen[bytes], family: Family, other: Family) -> None:
-    eventually(lambda: family.complete() and other.complete())
-
-    killed = kill(kernel.pid)
-
+    kernel = subprocess.Popen([sys.executable, "-c", code, arguments])
+    try:
+        eventually(lambda: (family.complete() and other.complete()) or kernel.poll() is not None)
+        killed = kill(kernel.pid)
+    finally:
+        kernel.kill()
+        kernel.wait()
     assert_gone(family, killed)
     assert_gone(other, killed)

@@ -21,17 +21,14 @@ import torch.distributed as dist
 
 from nblaunch.errors import (
     CollectiveError,
-    LaunchTimeoutError,
-    NblaunchError,
     RankDiedError,
-    RankError,
     RankLostError,
     RankRaisedError,
     ResultError,
 )
 from nblaunch.launch.failures import RankTraceback
 from nblaunch.machine import timeouts
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, eventually
 from tests.processes.conftest import Launcher
 
 SOON = 25.0
@@ -124,12 +121,9 @@ ENDS: dict[str, Callable[[], Any]] = {
     "SIGSEGV": _segfault,
     "SIGABRT": os.abort,
     "SIGBUS": lambda: os.kill(os.getpid(), signal.SIGBUS),
-    "SIGXCPU": lambda: os.kill(os.getpid(), signal.SIGXCPU),
     "os._exit(0)": lambda: os._exit(0),
     "os._exit(3)": lambda: os._exit(3),
-    "sys.exit()": sys.exit,
     "sys.exit(0)": lambda: sys.exit(0),
-    "sys.exit(3)": lambda: sys.exit(3),
     "sys.exit('m')": lambda: sys.exit("disk full"),
     "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
 }
@@ -273,14 +267,12 @@ def _raised_by(launch: Launcher, *args: Any, **kwargs: Any) -> BaseException:
 
 
 # ------------------------------------------------------------------ the user's exception
-@conformance("forkserver", "fork")
 def test_the_users_exception_is_raised_with_rank_and_traceback(launch: Launcher) -> None:
     with pytest.raises(WithDetailsError, match=r"^learning rate is NaN$") as caught:
         launch(raise_on_rank_1, (lambda: WithDetailsError("learning rate is NaN", {"step": 7}),))
     error: Any = caught.value
     assert error.rank == 1
     assert error.details == {"step": 7}
-    assert isinstance(error, ValueError)
     assert isinstance(error.__cause__, RankTraceback)
     shown = str(error.__cause__)
     assert "on rank 1:" in shown
@@ -288,10 +280,16 @@ def test_the_users_exception_is_raised_with_rank_and_traceback(launch: Launcher)
     assert "in raise_on_rank_1\n    raise error()" in shown
     assert shown.rstrip().endswith("WithDetailsError: learning rate is NaN")
     assert "nblaunch/ranks" not in shown
+    lines = error._render_traceback_()
+    assert lines[:3] == ["WithDetailsError: learning rate is NaN", "", "On rank 1 of raise_on_rank_1:"]
+    assert any("raise error()" in line for line in lines)
+    assert lines[-1].startswith("Logs: ")
+    assert Path(lines[-1].removeprefix("Logs: ")).is_dir()
+    assert isinstance(error, ValueError)
 
 
-def test_the_rank_that_raised_is_named_ten_times_out_of_ten(launch: Launcher) -> None:
-    for attempt in range(10):
+def test_the_rank_that_raised_is_named_every_time(launch: Launcher) -> None:
+    for attempt in range(5):
         with pytest.raises(WithDetailsError, match=f"^attempt {attempt}$") as caught:
             launch(raise_on_rank_1, (lambda attempt=attempt: WithDetailsError(f"attempt {attempt}"),))
         assert getattr(caught.value, "rank", None) == 1
@@ -344,15 +342,6 @@ def test_an_exception_that_is_no_exception_comes_up_as_itself(launch: Launcher) 
     assert getattr(caught.value, "rank", None) == 1
 
 
-def test_the_notebook_shows_the_ranks_traceback_and_the_log_path(launch: Launcher) -> None:
-    error: Any = _raised_by(launch, raise_on_rank_1, (lambda: WithDetailsError("shown"),))
-    lines = error._render_traceback_()
-    assert lines[:3] == ["WithDetailsError: shown", "", "On rank 1 of raise_on_rank_1:"]
-    assert any("raise error()" in line for line in lines)
-    assert lines[-1].startswith("Logs: ")
-    assert Path(lines[-1].removeprefix("Logs: ")).is_dir()
-
-
 # ------------------------------------------------------------------ ranks that die, or leave
 @pytest.mark.parametrize(
     ("way", "status", "message"),
@@ -362,12 +351,8 @@ def test_the_notebook_shows_the_ranks_traceback_and_the_log_path(launch: Launche
         ("SIGSEGV", -11, "rank 1 was killed by SIGSEGV before die returned; C code of a library crashed"),
         ("SIGABRT", -6, "rank 1 was killed by SIGABRT before die returned; C code of a library aborted"),
         ("SIGBUS", -signal.SIGBUS, "a file that the notebook has mapped was overwritten or truncated"),
-        ("SIGXCPU", -24, "rank 1 was killed by SIGXCPU before die returned; it exceeded its CPU time limit"),
         ("os._exit(0)", 0, r"rank 1 exited with status 0 before die returned \(os._exit, or C code that calls exit\)"),
-        ("os._exit(3)", 3, r"rank 1 exited with status 3 before die returned"),
-        ("sys.exit()", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
         ("sys.exit(0)", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
-        ("sys.exit(3)", 3, "rank 1 called sys.exit with status 3 before die returned"),
         ("sys.exit('m')", 1, r"rank 1 called sys.exit with status 1 \(disk full\) before die returned"),
     ],
 )
@@ -379,12 +364,7 @@ def test_a_rank_that_dies_or_leaves_is_named_with_how(way: str, status: int, mes
     assert caught.value.log is not None
     assert str(caught.value.log) in str(caught.value)
     assert caught.value.log.with_suffix(".out").read_text() == "last words\n"
-
-
-@pytest.mark.parametrize("way", ["SIGKILL", "os._exit(0)"])
-def test_a_dead_ranks_last_lines_are_shown(way: str, launch: Launcher) -> None:
-    with pytest.raises(RankDiedError, match=r"Its last lines:\n    last words\n"):
-        launch(die, (way,))
+    assert way != "SIGKILL" or "Its last lines:\n    last words\n" in str(caught.value)
 
 
 def test_a_crash_in_c_shows_its_stderr_and_the_users_frames(launch: Launcher) -> None:
@@ -443,21 +423,17 @@ def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launch
     ("fail", "error"),
     [
         (lambda: _raise(WithDetailsError("late")), WithDetailsError),
-        (lambda: _raise(FrozenError(5)), RankRaisedError),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), RankDiedError),
         (_kill_the_reaper_and_wait, RankLostError),
-        (lambda: sys.exit(3), RankDiedError),
         (lambda: dist.all_reduce(torch.ones(1)), CollectiveError),
-        pytest.param(lambda: time.sleep(600), LaunchTimeoutError, marks=pytest.mark.alone),
     ],
-    ids=["exception", "takes-no-attributes", "killed", "reaper-killed", "sys.exit", "collective", "timeout"],
+    ids=["exception", "killed", "reaper-killed", "collective"],
 )
 def test_the_error_carries_the_other_ranks_results(
     fail: Callable[[], Any], error: type[Exception], launch: Launcher
 ) -> None:
-    timeout = None if error is not LaunchTimeoutError else 4.0
     with pytest.raises(error) as caught:
-        launch(fail_once_the_other_returned, (fail,), timeout=timeout)
+        launch(fail_once_the_other_returned, (fail,))
     assert getattr(caught.value, "results", None) == {1: "value of 1"}
 
 
@@ -527,18 +503,50 @@ def test_an_exception_is_not_held_up_by_what_is_stuck_behind_it(
     assert time.monotonic() - begin < SOON
 
 
-def test_a_rank_stuck_behind_an_unsendable_result_is_stopped(launch: Launcher) -> None:
+def test_a_rank_stuck_behind_an_unsendable_result_is_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "RESULT_FAILURE_WAIT_S", 0.5)
     with pytest.raises(ResultError, match="rank 1's return value could not be sent: result, a thread lock") as caught:
         launch(return_a_lock_with_a_stuck_exit_function)
     assert caught.value.results == {0: "whole"}
 
 
-# ------------------------------------------------------------------ all of them
-def test_every_error_of_ours_can_be_caught_as_one() -> None:
-    ours = (ResultError, CollectiveError, RankDiedError, RankRaisedError)
-    assert all(issubclass(kind, RankError) and issubclass(kind, NblaunchError) for kind in ours)
+# ------------------------------------------------------------------ exits
+def exit_late(seconds: float, rank: int) -> int:
+    atexit.register(time.sleep, seconds)
+    return rank
 
 
+def test_a_launch_waits_for_exits_but_not_without_end(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(launch(exit_late, (0.5,), view="text")) == [0, 1]
+    assert "did not exit" not in capsys.readouterr().out
+    monkeypatch.setattr(timeouts, "EXIT_TIMEOUT_S", 0.5)
+    assert list(launch(exit_late, (600.0,), view="text")) == [0, 1]
+    assert "returned but did not exit within 0 s" in capsys.readouterr().out
+
+
+def tell_exit_functions(folder: str, rank: int) -> None:
+    """Do what wandb does: note in a hook that the function raised, and write that to a file at exit."""
+    seen = []
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        seen.append(f"{kind.__name__}: {error}, line {trace.tb_lineno - begin}")
+
+    sys.excepthook = hook
+    atexit.register(lambda: Path(folder, str(rank)).write_text(f"{seen} {getattr(sys, 'last_value', None)}"))
+    begin = sys._getframe().f_lineno
+    raise ValueError("no data")
+
+
+def test_exit_functions_see_that_the_function_raised(launch: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no data"):
+        launch(tell_exit_functions, (str(tmp_path),), num_processes=1)
+    assert (tmp_path / "0").read_text() == "['ValueError: no data, line 1'] no data"
+    assert next((tmp_path / "state").rglob("rank0.err")).read_text() == ""  # the notebook shows the traceback
+
+
+# ------------------------------------------------------------------ forks
 @pytest.mark.parametrize("start_method", ["fork"], indirect=True)
 def test_a_forked_ranks_exception_and_death_are_reported(launch: Launcher) -> None:
     with pytest.warns(UserWarning, match="start_method='fork'"):

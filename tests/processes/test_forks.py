@@ -112,16 +112,6 @@ def test_workers_that_are_forked_within_a_burst_bring_their_batches(launch: Laun
     assert launch(of_loader, (5,), num_processes=1, timeout=LONG)[0] == 10
 
 
-NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python re-creates the lock in the child")
-
-
-@NEEDED
-def test_a_child_of_another_process_does_hang() -> None:
-    """What the tests above would not notice, were their bursts too short or their threads too quiet."""
-    code = "from tests.processes.test_forks import by_os, burst\nwhile True:\n burst()\n if not by_os(): break"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=LONG)
-
-
 # ------------------------------------------------------------------ the wait
 class Clock:
     """Stands for the module ``time``: sleeping takes no time of the test's."""
@@ -165,7 +155,7 @@ def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPat
         thread.join()
 
 
-@NEEDED
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python re-creates the lock in the child")
 def test_an_interrupt_within_the_wait_comes_after_the_fork() -> None:
     code = """if True:
         import os, signal, time

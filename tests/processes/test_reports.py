@@ -171,9 +171,14 @@ def print_much(rank: int) -> None:
 
 
 # ------------------------------------------------------------------ reports
-def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(launch: Launcher) -> None:
+def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
     begin = time.time()
-    metrics = launch(report_some).metrics
+    result = launch(report_some, view="text")
+    shown, metrics = capsys.readouterr().out, result.metrics
+    assert "[rank 0] step 2: loss 0.3333, accuracy 0" in shown
+    assert "[rank 1] step 2: loss 0.3333, accuracy 0.5" in shown
     assert len(metrics) == 8
     assert all(isinstance(report, Report) for report in metrics)
     times = [report.time for report in metrics]
@@ -185,19 +190,11 @@ def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(launch: Laun
         assert own[3] == (None, {"lr": 1.0})
     assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 0.25, "lr": 1.0}
     assert repr(metrics) == "Metrics(8 reports: loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1)"
-
-
-def test_metrics_are_a_table_for_pandas(launch: Launcher) -> None:
-    frame = launch(report_some).metrics.to_pandas()
+    assert repr(result).endswith(" s, loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1; every rank returned None>")
+    frame = metrics.to_pandas()
     assert list(frame.columns) == ["rank", "time", "step", "loss", "accuracy", "lr"]
     assert len(frame) == 8
     assert frame[frame["rank"] == 1]["accuracy"].max() == 0.5
-
-
-def test_the_result_shows_its_last_metrics(launch: Launcher) -> None:
-    assert repr(launch(report_some)).endswith(
-        " s, loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1; every rank returned None>"
-    )
 
 
 def test_numbers_that_json_has_no_word_for_are_kept(launch: Launcher) -> None:
@@ -229,13 +226,6 @@ def test_progress_iterates_and_is_no_metric(launch: Launcher) -> None:
     assert list(result) == [[0, 1, 2, 3, 4]] * 2
     assert len(result.metrics) == 0
     assert repr(result.metrics) == "Metrics(0 reports)"
-
-
-def test_reports_of_ranks_are_shown_while_they_run(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
-    launch(report_some, view="text")
-    shown = capsys.readouterr().out
-    assert "[rank 0] step 2: loss 0.3333, accuracy 0" in shown
-    assert "[rank 1] step 2: loss 0.3333, accuracy 0.5" in shown
 
 
 # ------------------------------------------------------------------ logs

@@ -49,11 +49,12 @@ def begun(folder: Path, rank: int = 0) -> bool:
 
 
 def test_early_returns_do_not_break_ranks_that_still_connect() -> None:
-    for _ in range(6):
+    for _ in range(3):
         assert list(quiet(own_rank, num_processes=8)) == list(range(8))
 
 
-def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path) -> None:
+def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "GROUP_DEAF_TIMEOUT_S", 1.0)
     launch: Any = quiet(wait_forever, (str(tmp_path),), block=False)
     eventually(lambda: begun(tmp_path))
     reaper = int((tmp_path / "running0").read_text())
@@ -130,21 +131,9 @@ def test_failures_during_a_stop_are_reported(tmp_path: Path, start_method: str) 
     launch.stop()
     with pytest.raises(LaunchStoppedError, match=r"rank 1 raised OSError: disk full: checkpoint not written"):
         launch.result()
-
-
-def save_too_long(folder: str, rank: int) -> None:
-    try:
-        wait_forever(folder, rank)
-    finally:
-        time.sleep(600)
-
-
-def test_a_checkpoint_that_was_cut_is_named(tmp_path: Path) -> None:
-    launch: Any = quiet(save_too_long, (str(tmp_path),), num_processes=1, stop_grace=0.5, block=False)
-    eventually(lambda: begun(tmp_path))
-    launch.stop()
-    with pytest.raises(LaunchStoppedError, match=r"rank 0 was killed before its `finally` had ended"):
-        launch.result()
+    log = next((tmp_path / "state").glob("*/rank1.err")).read_text()
+    assert "in fail_to_save" in log
+    assert log.endswith("OSError: disk full: checkpoint not written\n")
 
 
 def test_a_stdout_that_fails_ends_no_launch(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,15 +240,11 @@ def stop(launch: Any, reaper: int) -> None:
     launch.stop()
 
 
-def kill(launch: Any, reaper: int) -> None:
-    launch.kill()
-
-
 def kill_the_reaper(launch: Any, reaper: int) -> None:
     os.kill(reaper, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("end", [stop, kill, kill_the_reaper])
+@pytest.mark.parametrize("end", [stop, kill_the_reaper])
 def test_no_semaphore_of_spawned_workers_is_left(tmp_path: Path, end: Callable[[Any, int], None]) -> None:
     end_with_spawned_workers(tmp_path, "forkserver", end)  # the fixture of every test looks for what is left
 
@@ -274,7 +259,7 @@ def fork_beside_a_tracker(folder: str) -> None:
     before = set(Path("/dev/shm").iterdir())
     tracker: Any = resource_tracker._resource_tracker
     tracker.ensure_running()  # as a notebook does with its first spawned worker or shared memory
-    end_with_spawned_workers(Path(folder), "fork", kill)
+    end_with_spawned_workers(Path(folder), "fork", lambda launch, reaper: launch.kill())
     eventually(lambda: set(Path("/dev/shm").iterdir()) <= before)  # before the notebook's tracker ends
 
 

@@ -38,7 +38,8 @@ from tests.conftest import (
 from tests.processes.test_deaths import start_daemon
 from tests.processes.test_process_group import listeners_beyond_loopback, summed
 
-SURVIVES_AT_MOST = 3.0
+SURVIVES_AT_MOST = 9.0
+"""Seconds: three times what is promised, as other tests run at the same time."""
 
 
 @pytest.fixture
@@ -71,7 +72,6 @@ def family(session: Session, folder: Path) -> tuple[list[int], int]:
     return [*(pid for pid, _ in result), reaper, *daemons], reaper
 
 
-@pytest.mark.alone
 def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Session, tmp_path: Path) -> None:
     everyone, reaper = family(session, tmp_path)
     os.kill(reaper, signal.SIGKILL)
@@ -87,7 +87,6 @@ def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Se
     assert len(set(session.run(os.getpid, view="none"))) == 2
 
 
-@pytest.mark.alone
 def test_the_death_of_the_fork_server_ends_the_session(session: Session, tmp_path: Path) -> None:
     everyone, _ = family(session, tmp_path)
     settled_server()
@@ -108,15 +107,12 @@ if __name__ == "__main__":
     everyone, _ = family(session, Path(sys.argv[1]))
     Path(sys.argv[1], "new").write_text(" ".join(map(str, everyone)))
     Path(sys.argv[1], "new").rename(Path(sys.argv[1], "everyone"))
-    session.run(time.sleep, 600, view="none", block=sys.argv[2] == "runs a task")
-    time.sleep(600)
+    session.run(time.sleep, 600, view="none")
 """
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("kernel_does", ["waits", "runs a task"])
-def test_the_death_of_the_kernel_leaves_nothing(kernel_does: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _KERNEL, str(tmp_path), kernel_does]
+def test_the_death_of_the_kernel_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KERNEL, str(tmp_path)]
     kernel = subprocess.Popen(command, cwd=Path(nblaunch.__file__).parents[1])
     eventually((tmp_path / "everyone").exists)
     everyone = list(map(int, (tmp_path / "everyone").read_text().split()))
@@ -136,11 +132,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("start_method", "generations"),
-    [("forkserver", 0), ("forkserver", 1), ("forkserver", 2), ("forkserver", 3), ("spawn", 3)],
-    ids=["before a process", "its fork server starts", "its reaper exists", "a rank exists", "a rank is spawned"],
+    [("forkserver", 1), ("forkserver", 2), ("spawn", 3)],
+    ids=["its fork server starts", "its reaper exists", "a rank is spawned"],
 )
 def test_the_death_of_a_kernel_whose_ranks_start_leaves_nothing(
     start_method: str, generations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +174,7 @@ def stuck_in_c(begun: str, rank: int) -> None:
 
 
 def test_c_code_that_never_returns_costs_its_rank_alone(tmp_path: Path) -> None:
-    with nblaunch.session(2, name="stuck", stop_grace=5.0) as session:
+    with nblaunch.session(2, name="stuck", stop_grace=1.0) as session:
         session.push(kept=5)
         launch = session.run(stuck_in_c, str(tmp_path / "begun"), view="none", block=False)
         eventually((tmp_path / "begun").exists)
@@ -373,7 +368,7 @@ def test_questions_beside_tasks_of_several_threads_block_nothing(session: Sessio
 
     def asks() -> None:
         try:
-            for _ in range(30):
+            for _ in range(10):
                 session.complete("pr")
                 session.pull("1")
         except BaseException as error:  # raised in the test's thread
@@ -382,7 +377,7 @@ def test_questions_beside_tasks_of_several_threads_block_nothing(session: Sessio
     threads = [threading.Thread(target=asks) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(30):
+    for _ in range(10):
         session.run(os.getpid, view="none")
     for thread in threads:
         thread.join(60)

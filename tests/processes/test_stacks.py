@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
 from nblaunch.launch.views import Event, StacksShown, View
-from tests.conftest import LONG, conformance, eventually, state_of
+from tests.conftest import LONG, eventually, state_of
 
-NAP = 2.0
+NAP = 1.0
 
 
 # ------------------------------------------------------------------ what ranks run
@@ -166,7 +166,6 @@ def stopped(pids: Mapping[int, int]) -> bool:
 
 
 # ------------------------------------------------------------------ wherever they are
-@conformance("forkserver", "fork")
 def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Path) -> None:
     """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
     launch = begun(be_in_many_places, tmp_path, start_method, ranks=4)
@@ -297,10 +296,9 @@ def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
 
 
 # ------------------------------------------------------------------ a launch that takes too long
-@pytest.mark.alone
 def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(start_method: str, tmp_path: Path) -> None:
     since = time.monotonic()
-    launch = begun(wait, tmp_path, start_method, timeout=5.0)
+    launch = begun(wait, tmp_path, start_method, timeout=8.0, stop_grace=LONG)
     pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
@@ -308,4 +306,4 @@ def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(start_method:
     with pytest.raises(LaunchTimeoutError, match=r"    rank 0 did not answer\n    rank 1 did not answer\nLogs: "):
         launch.result()
 
-    assert time.monotonic() - since < 5.0 + 3 * (1.0 + 3.0 + 2.0)  # asking, waiting for an acknowledgement, ending
+    assert time.monotonic() - since < 8.0 + 9 * (1.0 + 3.0 + 2.0)  # asking, waiting for an acknowledgement, ending
