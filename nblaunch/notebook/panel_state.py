@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from nblaunch.notebook.page_messages import (
     UsageValue,
 )
 
-_MAX_SERIES_POINTS = 2000
+_MAX_SERIES_POINTS = 1000
 """A longer series is downsampled, repeatedly."""
 _MAX_MESSAGE_POINTS = 300
 _MAX_QUEUED_MESSAGES = 10
@@ -53,47 +52,30 @@ _MAX_OTHERS = 16
 
 
 _Reported = tuple[float, float, int]
-"""A point (x, y), and the number of its report."""
+"""A point (x, y), and the number of its report, counted from 0: steps may go back, numbers do not."""
 
 
 class Series:
     """One metric of one rank: points (x, y), downsampled once there are too many."""
 
     def __init__(self) -> None:
-        self._xs = array("d")
-        self._ys = array("d")
-        self._numbers = array("I")
-        """The number of each point's report, counted from 0: steps may go back, numbers do not."""
+        self.reported: list[_Reported] = []
         self.count = 0
         self.unsent: list[_Reported] = []
 
-    @property
-    def reported(self) -> list[_Reported]:
-        return list(zip(self._xs, self._ys, self._numbers, strict=True))
-
     def points(self, *, numbered: bool = False) -> list[Point]:
         """Return the kept points, in order of arrival; numbered: with the number of the report as x."""
-        return list(zip(map(float, self._numbers) if numbered else self._xs, self._ys, strict=True))
+        return [(float(number) if numbered else x, y) for x, y, number in self.reported]
 
     def add(self, x: float | None, y: float) -> float:
         """Append a point and return its x, by default the number of the report."""
         point = (float(self.count) if x is None else x, y, self.count)
-        self._append(point)
-        self.unsent.append(point)
         self.count += 1
-        if len(self._xs) > _MAX_SERIES_POINTS:
-            kept = downsampled(self.reported, _MAX_SERIES_POINTS // 2)
-            self._xs, self._ys, self._numbers = array("d"), array("d"), array("I")
-            for one in kept:
-                self._append(one)
-        if len(self.unsent) > _MAX_SERIES_POINTS:
-            self.unsent = downsampled(self.unsent, _MAX_SERIES_POINTS // 2)
+        for points in (self.reported, self.unsent):
+            points.append(point)
+            if len(points) > _MAX_SERIES_POINTS:
+                points[:] = downsampled(points, _MAX_SERIES_POINTS // 2)
         return point[0]
-
-    def _append(self, point: _Reported) -> None:
-        self._xs.append(point[0])
-        self._ys.append(point[1])
-        self._numbers.append(point[2])
 
 
 class PanelState:

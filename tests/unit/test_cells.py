@@ -147,11 +147,6 @@ def test_lines_are_counted_from_the_magics_own(body: str, line: int) -> None:
     assert line_of_error(body) == line
 
 
-def test_a_cell_carries_the_notebooks_name_for_it_and_its_ranks() -> None:
-    cell = make_cell(Shell(), "1", (0, 2))
-    assert (cell.filename, cell.label, cell.ranks) == ("<distributed cell 7>", "Cell In[7]", (0, 2))
-
-
 # ------------------------------------------------------------------ cells that cannot be run
 @pytest.mark.parametrize(
     ("body", "names"),
@@ -165,10 +160,6 @@ def test_a_cell_carries_the_notebooks_name_for_it_and_its_ranks() -> None:
 )
 def test_a_cell_may_await_at_the_top(body: str, names: str) -> None:
     assert used(body) == names
-
-
-def test_awaiting_inside_a_function_is_fine() -> None:
-    assert used("import asyncio\nasync def g(): return await f()\nasyncio.run(g())") == "f"
 
 
 def test_a_syntax_error_is_one_with_its_line() -> None:

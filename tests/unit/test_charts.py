@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.launch.output.metric_names import direction, number
-from nblaunch.launch.views import LaunchInfo
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
     Point,
     colour_of,
-    data_uri,
     downsampled,
     line_chart,
     mean_of,
     summarise,
 )
-from nblaunch.notebook.panel_state import PanelState
-from nblaunch.notebook.record import record_of
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -76,11 +70,6 @@ def test_losses_come_first_then_what_is_to_grow_and_rates_last() -> None:
     ]
 
 
-def test_a_metric_without_a_point_is_not_there() -> None:
-    assert summarise({}) == []
-    assert summarise({"loss": {}, "lr": {0: [], 1: []}}) == []
-
-
 def test_the_mean_is_over_the_ranks_at_the_same_x() -> None:
     assert mean_of({0: [(0, 1.0), (1, 3.0)], 1: [(1, 5.0), (0, 2.0)]}) == ((0, 1.5), (1, 4.0))
 
@@ -116,11 +105,6 @@ def test_a_loss_that_is_no_number_any_more_says_so_and_keeps_its_best() -> None:
     assert (lost.latest, lost.best, lost.differs) == (INF, None, False)
 
 
-def test_only_ranks_with_a_point_count() -> None:
-    ((loss,),) = summarise({"loss": {0: [(0, 2.0)], 1: []}})
-    assert (loss.latest, loss.by_rank) == (2.0, {0: 2.0})
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -138,9 +122,6 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 
 # ------------------------------------------------------------------ fewer points
-def test_a_short_series_stays_as_it_is() -> None:
-    points = [(float(i), NAN if i == 3 else 1.0) for i in range(300)]
-    assert downsampled(points) == points
 
 
 def test_a_long_series_keeps_its_ends_extremes_and_gaps() -> None:
@@ -163,19 +144,6 @@ def test_the_limit_holds_and_the_extremes_stay(points: list[Point], most: int) -
     drawable = [y for x, y in points if abs(x) < 1e300 and abs(y) < 1e300]
     left = [y for x, y in kept if abs(x) < 1e300 and abs(y) < 1e300]
     assert not drawable or (min(left), max(left)) == (min(drawable), max(drawable))
-
-
-def test_a_gap_survives_into_the_record() -> None:
-    """The panel downsamples once a series has more than 2,000 points, the record again to 300."""
-    state = PanelState(1)
-    info = LaunchInfo("abc", "train", 1, "cpu", Path("/logs"))
-    state.start(info)
-    for step in range(10_000):
-        loss = NAN if 5_000 <= step < 5_100 else 1 / (step + 1)
-        state.add_reports(0, [{"time": 0.0, "step": step, "metrics": {"loss": loss}}])
-    points = record_of(state, info, 1.0).metrics["loss"][0]
-    assert len(points) <= 300
-    assert any(math.isnan(loss) and 5_000 <= step < 5_100 for step, loss in points)
 
 
 # ------------------------------------------------------------------ pictures
@@ -201,11 +169,6 @@ def test_a_point_that_is_no_number_leaves_a_gap_and_the_axis_goes_on() -> None:
     assert "10" in labels(svg)
 
 
-def test_a_point_alone_is_a_dot() -> None:
-    ((start, end),) = strokes(chart({0: [(3, 0.5)]}), colour_of(0))
-    assert start == end
-
-
 def test_of_many_ranks_the_band_is_drawn_that_they_lie_in() -> None:
     series = {rank: [(float(x), float(rank)) for x in range(500)] for rank in range(MAX_LINES + 1)}
     svg = chart(series)
@@ -213,14 +176,6 @@ def test_of_many_ranks_the_band_is_drawn_that_they_lie_in() -> None:
     heights = {float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band.get("d") or "")}
     assert heights == {8.0, 132.0}
     assert len(strokes(svg, MEAN_COLOUR)) == 1
-
-
-@pytest.mark.parametrize("values", [(0.5, 0.5), (0.0, 5e-324), (1e16, 1e16 + 2), (1.0, 1.0 + 1e-15), (-1e299, 1e299)])
-def test_values_that_hardly_differ_or_differ_enormously_are_drawn(values: tuple[float, float]) -> None:
-    svg = chart({0: [(0, values[0]), (1, values[1])]})
-    ((start, end),) = strokes(svg, colour_of(0))
-    assert start[1] >= end[1]
-    assert len(labels(svg)) >= 3
 
 
 @pytest.mark.parametrize(
@@ -234,11 +189,6 @@ def test_a_loss_of_all_magnitudes_is_drawn(values: tuple[float, float], ends: tu
     assert 2 <= len(ticks) <= 7
 
 
-def test_a_chart_of_nothing_is_an_empty_one() -> None:
-    assert strokes(chart({}), MEAN_COLOUR) == []
-    assert [y for stroke in strokes(chart({0: [(0, NAN)]}), MEAN_COLOUR) for y in stroke] == []
-
-
 @DETERMINISTIC
 @given(st.dictionaries(st.integers(0, 20), POINTS, max_size=20), st.text() | st.just("]]></title><script>"))
 def test_whatever_is_drawn_is_well_formed_and_within_the_picture(series: dict[int, list[Point]], title: str) -> None:
@@ -248,14 +198,3 @@ def test_whatever_is_drawn_is_well_formed_and_within_the_picture(series: dict[in
         numbers = [float(text) for text in re.findall(r"-?(?:nan|inf|[\d.]+)", path.get("d") or "")]
         assert all(0 <= value <= 340 for value in numbers)
     assert "nan" not in "".join(labels(svg))
-
-
-def test_a_long_run_is_drawn_in_a_few_kilobytes() -> None:
-    series = {rank: [(float(x), math.sin(x * rank)) for x in range(20_000)] for rank in range(8)}
-    assert len(line_chart(series, mean_of(series), "loss")) < 30_000
-
-
-def test_a_data_uri_holds_the_document() -> None:
-    head, _, data = data_uri("<svg>é</svg>").partition(",")
-    assert head == "data:image/svg+xml;base64"
-    assert base64.b64decode(data).decode() == "<svg>é</svg>"

@@ -12,7 +12,6 @@ from typing import Any
 import pandas
 import pytest
 
-import nblaunch
 from nblaunch import LaunchResult, compare
 from nblaunch.launch.output.reports import Report, ReportList
 from nblaunch.launch.result import Metrics
@@ -127,11 +126,6 @@ def test_text_of_runs_becomes_no_markup() -> None:
     assert "<img src=x" not in html
 
 
-def test_a_loss_that_is_no_number_has_no_difference() -> None:
-    lost = result_with(Report(0, 1.0, 1, {"loss": math.nan}))
-    assert rows_of(compare(a=result_of(0.5), b=lost))[1][2] == "nan (–)"
-
-
 # ------------------------------------------------------------------ errors
 def test_one_run_is_not_enough() -> None:
     with pytest.raises(ValueError, match=r"^compare\(\) needs at least two runs, and got 1"):
@@ -155,7 +149,3 @@ def test_a_run_without_metrics_is_named() -> None:
         compare(a=result_of(1), b=result_with())
     with pytest.raises(ValueError, match=r"^compare\(b=<DataFrame>\): it has no metrics"):
         compare(a=result_of(1), b=pandas.DataFrame([{"name": "x"}]))
-
-
-def test_compare_is_public() -> None:
-    assert nblaunch.compare is compare

@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,38 +78,9 @@ def test_each_statement_of_a_line_is_one_of_its_own() -> None:
     assert [each.text for each in found] == ["a = 1", "b = 2", "c = 3  # three"]
 
 
-def test_a_function_reads_its_defaults_at_once_and_its_body_later() -> None:
-    (found,) = statements("@deco\ndef f(x, y=default) -> Kind:\n    return x + later + [inner for each in x]")
-
-    assert found.reads_at_once >= {"deco", "default", "Kind"}
-    assert "later" not in found.reads_at_once
-    assert found.reads >= {"deco", "default", "Kind", "later", "inner"}
-
-
-def test_a_comprehension_and_a_class_body_read_at_once() -> None:
-    found = statements("class A(Base):\n    size = WIDTH\n    def f(self): return later\nb = [scale * x for x in xs]")
-
-    assert found[0].reads_at_once - {"__name__"} == {"Base", "WIDTH"}
-    assert {"scale", "xs"} <= found[1].reads_at_once
-
-
-def test_local_names_that_change_are_not_read() -> None:
-    function, cell = statements("def f():\n    total = 0\n    total += 1\n    del total", "count += 1")
-    assert function.reads == set()
-    assert cell.reads == {"count"}
-
-
 def test_cells_that_are_no_python_and_top_level_awaits_are_left_out() -> None:
     cells = "this is no python", "return 3", "x = await f()\ny = 1"
     assert [each.text for each in statements(*cells)] == ["y = 1"]
-
-
-def test_the_line_in_ipythons_syntax_is_the_one_typed() -> None:
-    cell = CellSource("Cell In[1]", "x = 1\nfiles = !ls", "x = 1\nfiles = get_ipython().getoutput('ls')")
-    plain, shell = statements_of([cell])
-
-    assert plain.shell_line() == ""
-    assert shell.shell_line() == "Cell In[1], line 2: `files = !ls`"
 
 
 # ------------------------------------------------------------------ literals
@@ -159,15 +129,6 @@ def test_short_plain_values_are_literals(value: object) -> None:
 
     assert text is not None
     assert eval(text) == value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [object(), OrderedDict(a=1), Pair([1], "b"), torch.ones(1), "x" * 3000, [object()], {1: object()}, [math.inf]],
-    ids=lambda value: type(value).__name__,
-)
-def test_other_values_are_no_literals(value: object) -> None:
-    assert literal_of(value) is None
 
 
 # ------------------------------------------------------------------ names
@@ -240,17 +201,6 @@ def test_modules_and_their_submodules_are_imported(notebook: Notebook) -> None:
     assert notebook.script("f").splitlines()[:4] == [
         *("from math import floor", "import torch", "import torch.nn as nn", "import torch.utils.data")
     ]
-
-
-def test_export_calls_no_function_of_the_user(notebook: Notebook) -> None:
-    notebook.run("calls = []\ndef load():\n    calls.append(1)\n    return [1, 2]")
-    notebook.run("class Reader:\n    def __init__(self): calls.append(2)\nvalue = load()\nreader = Reader()")
-
-    text = notebook.script("value")
-    with pytest.raises(PayloadError):
-        notebook.script("reader")
-    assert notebook.names["calls"] == [1, 2]
-    assert text == "value = [1, 2]"
 
 
 def test_lambdas_closures_and_decorated_functions_are_found(notebook: Notebook) -> None:
@@ -427,11 +377,3 @@ def test_each_node_runs_one_torchrun_that_meets_at_the_first(job: Callable[..., 
     begin = "it's here|--nnodes=2 --nproc-per-node=2 --max-restarts=0 --rdzv-backend=c10d --rdzv-id=7"
     conf = f"{begin} --rdzv-endpoint=n1:20007 --rdzv-conf=is_host"
     assert job("n1,n2") == [f"{conf}=1 --local-addr=n1 my train.py", f"{conf}=0 my train.py"]
-
-
-def test_the_address_of_the_first_node_can_be_set(job: Callable[..., list[str]]) -> None:
-    (alone,) = job("n1")
-    (ours,) = job("n1", MASTER_ADDR="10.0.0.1", MASTER_PORT="5")
-
-    assert "--rdzv-endpoint=127.0.0.1:20007" in alone
-    assert "--rdzv-endpoint=10.0.0.1:5" in ours

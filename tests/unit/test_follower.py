@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.engines.rank_files import LogFile, OutputFile
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.launch.output import follower
 from nblaunch.launch.output.follower import PrintedLog, Spool
 from nblaunch.launch.output.terminal_lines import last_lines
@@ -81,11 +81,6 @@ def test_of_a_flood_the_first_and_the_last_lines_are_read(log: Path, printed: Pr
     assert shown.startswith("begin xx")
 
 
-def test_what_a_poll_does_not_read_stays_for_the_next(log: Path, printed: PrintedLog) -> None:
-    append(log, b"one\ntwo\n")
-    assert (look(printed, 5).lines, look(printed, 5).lines) == (["one"], ["two"])
-
-
 def test_what_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
     append(tmp_path / "log", b'{"n": 1}\n')
     log, spool = PrintedLog(0, "out", Unreadable(tmp_path / "log")), Spool(Unreadable(tmp_path / "log"))
@@ -94,20 +89,6 @@ def test_what_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
     log.log = spool.log = LogFile(tmp_path / "log")
     assert look(log).lines == ['{"n": 1}']
     assert all_of(spool) == [{"n": 1}]
-
-
-def test_nested_bars_take_lines_back(log: Path, printed: PrintedLog) -> None:
-    append(log, b"outer 0\ninner 0\n")
-    assert look(printed).lines == ["outer 0", "inner 0"]
-    append(log, b"\x1b[2A\router 1")
-    assert look(printed) == LogLines(0, "out", str(log), [], ["outer 1", "inner 0"], 2)
-
-
-def test_lines_that_a_skipped_flood_takes_back_go(log: Path, printed: PrintedLog) -> None:
-    append(log, b"outer 0\ninner 0\n")
-    look(printed)
-    append(log, b"\x1b[2A\router 1\n" + b"line\n" * 1000)
-    assert look(printed, backlog=800).retracted == 2
 
 
 def test_a_log_that_the_user_cuts_goes_on_from_its_beginning(log: Path, printed: PrintedLog) -> None:
@@ -199,10 +180,6 @@ def test_last_lines_reads_the_end_alone(log: Path) -> None:
     assert last_lines(LogFile(log), max_bytes=20) == "b" * 20
 
 
-def test_last_lines_of_no_file(log: Path) -> None:
-    assert last_lines(LogFile(log)) == ""
-
-
 # ------------------------------------------------------------------ files of a rank
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
@@ -226,10 +203,3 @@ def test_a_log_is_no_link_to_a_file_elsewhere(log: Path, tmp_path: Path) -> None
     secret.write_bytes(b"secret")
     log.symlink_to(secret)
     assert LogFile(log).read(0, 6) == b""
-
-
-def test_a_body_is_read_until_it_is_removed(tmp_path: Path) -> None:
-    body = OutputFile(tmp_path / "x.png")
-    assert body.read() is None
-    body.path.write_bytes(b"png")
-    assert body.read() == b"png"

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 import pytest
@@ -115,19 +114,6 @@ def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, m
     files.close()
 
 
-def test_a_lock_on_a_file_that_was_replaced_does_not_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = past_launches(1)[0]
-    flock = fcntl.flock
-
-    def replaced_meanwhile(fd: int, operation: int) -> None:
-        flock(fd, operation)
-        (directory / "live").unlink()
-        (directory / "live").touch()
-
-    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
-    assert launch_files.acquire_lock(directory) is None
-
-
 def test_without_locks_a_launch_works_and_is_never_pruned(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,22 +128,7 @@ def test_without_locks_a_launch_works_and_is_never_pruned(
     assert files.directory.exists()
 
 
-def test_rank_logs(tmp_path: Path) -> None:
-    log = tmp_path / "rank0.out"
-    rank = RankLogs(log, log.with_suffix(".err"))
-    assert rank.text() == ""
-    append(log, "é\n".encode() + b"\xff")
-    assert rank.text() == "é\n\ufffd"
-    assert repr(rank) == f"RankLogs({str(log)!r}, 'rank0.err')"
-
-
 # ------------------------------------------------------------------ pruning
-def test_the_oldest_launches_are_pruned(root: Path) -> None:
-    made = past_launches(5)
-    prune(max_launches=5)
-    assert sorted(root.iterdir()) == made
-    prune(max_launches=2)
-    assert sorted(root.iterdir()) == made[3:]
 
 
 def test_cells_of_a_session_cost_no_launch_its_logs(root: Path) -> None:
@@ -254,17 +225,6 @@ def test_logs_that_were_removed_are_not_taken_for_empty_ones(root: Path) -> None
         rank.text()
 
 
-def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) -> None:
-    files = LaunchFiles.create("abc")
-    directory, copy = files.directory, os.dup(descriptor_of(files))
-    files.close()
-    del files
-    past_launches(1)
-    prune(max_launches=0)
-    os.close(copy)
-    assert not directory.exists()
-
-
 def test_foreign_files_stay(root: Path, tmp_path: Path) -> None:
     ours, newest = past_launches(2)
     elsewhere = tmp_path / "elsewhere"
@@ -324,18 +284,7 @@ def test_the_launches_of_other_users_are_not_counted_and_not_touched(
     assert sorted(root.iterdir()) == theirs
 
 
-def test_an_unlistable_state_root_does_not_prevent_a_launch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(directory: Path) -> Any:
-        raise PermissionError(errno.EACCES, "not yours", str(directory))
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    prune()
-
-
 # ------------------------------------------------------------------ the state directory
-def test_the_state_root_is_this_users_alone(root: Path) -> None:
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    assert state_root() == root
 
 
 def test_without_the_variable_the_state_root_is_the_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,25 +43,6 @@ def logs() -> Logs:
     return Logs()
 
 
-def test_output_is_sent_once(logs: Logs) -> None:
-    logs.write("a", rank=1)
-    logs.write("b", rank=0, stream="err")
-    logs.write("c", rank=1)
-    assert logs.take() == [(1, "out", 0, ["a", "c"], []), (0, "err", 0, ["b"], [])]
-    assert logs.take() == []
-    assert not logs.feed.has_more
-    assert logs.feed.waiting == 0
-    logs.write("d", rank=1)
-    assert logs.take() == [(1, "out", 2, ["d"], [])]
-
-
-def test_each_line_has_the_time_at_which_it_was_read(logs: Logs) -> None:
-    for line in ("one", "two"):
-        logs.write(line)
-    (part,) = logs.feed.take(1000)
-    assert part.lines == [(1.0, "one"), (2.0, "two")]
-
-
 def test_a_bar_is_sent_whenever_it_moves_and_is_a_line_at_the_end(logs: Logs) -> None:
     logs.write("begun", open=(" 10%",))
     assert logs.take() == [(0, "out", 0, ["begun"], [" 10%"])]

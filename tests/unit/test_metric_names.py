@@ -56,20 +56,6 @@ def test_validation_that_counts_epochs_has_a_chart_of_its_own() -> None:
     assert names_of(plan) == [("loss",), ("valid_loss",)]
 
 
-def test_epochs_that_both_count_share_a_chart() -> None:
-    plan = ChartPlan((name, epoch, 0) for epoch in range(3) for name in ("val_acc", "acc"))
-    assert names_of(plan) == [("acc", "val_acc")]
-
-
-def test_charts_change_with_new_metrics_and_new_steps_alone() -> None:
-    plan = ChartPlan()
-    assert plan.add("loss", 100, 0)
-    assert not plan.add("loss", 200, 0)
-    assert plan.add("valid_loss", 1, 0)
-    assert not plan.add("valid_loss", 2, 0)
-    assert plan.add("valid_loss", 200, 0)
-
-
 def test_a_metric_whose_steps_go_back_is_numbered_and_drawn_alone() -> None:
     names = ("loss", "epoch_loss", "valid_loss")
     plan = ChartPlan((name, step, rank) for step in (1, 2) for rank in (0, 1) for name in names)

@@ -28,11 +28,6 @@ def test_a_pattern_may_be_text_or_compiled_or_several_of_them(given: Any) -> Non
     assert compile_patterns(given) == (re.compile(ACCURACY),)
 
 
-@pytest.mark.parametrize("given", [None, [], ()])
-def test_no_pattern_is_no_pattern(given: Any) -> None:
-    assert compile_patterns(given) == ()
-
-
 def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
     (pattern,) = compile_patterns(re.compile(ACCURACY, re.IGNORECASE))
     assert search("ACCURACY: 0.5", [pattern]) == {"step": None, "metrics": {"accuracy": 0.5}}
@@ -62,12 +57,6 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
 def test_a_pattern_that_can_find_nothing_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         Options(metric_patterns=given)
-
-
-def test_the_options_hold_the_patterns() -> None:
-    assert Options().metric_patterns is None
-    options = Options(metric_patterns=ACCURACY)  # type: ignore[arg-type]  # before the check
-    assert options.metric_patterns == (re.compile(ACCURACY),)
 
 
 # ------------------------------------------------------------------ numbers
@@ -117,10 +106,6 @@ def test_a_group_that_takes_no_part_is_left_out() -> None:
     pattern = r"loss (?P<loss>[\d.]+)(?: acc (?P<accuracy>[\d.]+))?(?: at (?P<step>\d+))?"
     assert found("loss 0.5", pattern) == {"step": None, "metrics": {"loss": 0.5}}
     assert found("loss 0.5 acc 0.9 at 3", pattern) == {"step": 3, "metrics": {"loss": 0.5, "accuracy": 0.9}}
-
-
-def test_a_step_alone_is_no_record() -> None:
-    assert found("epoch 3 loss low", r"epoch (?P<step>\d+) loss (?P<loss>\w+)") is None
 
 
 def test_one_line_with_several_matches_is_one_record() -> None:

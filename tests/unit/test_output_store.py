@@ -54,22 +54,6 @@ def test_a_replaced_output_keeps_its_place_and_gets_a_new_number() -> None:
     assert bodies(store) == ["second", "new"]  # the old one is not sent any more
 
 
-def test_cleared_outputs_are_not_sent() -> None:
-    store = OutputStore()
-    store.add(Displays(0, [text("1-1", "old")], left_out=4))
-    entry = store.add(Displays(0, [text("1-2", "new")], is_cleared=True))
-    assert (list(entry.numbers), entry.left_out) == ([2], 0)
-    assert bodies(store) == ["new"]
-
-
-def test_another_attempt_begins_with_nothing() -> None:
-    store = OutputStore()
-    store.add(Displays(0, [text("1-1", "old")]))
-    assert [(entry.rank, list(entry.numbers)) for entry in store.clear()] == [(0, [])]
-    assert not page_of(store)
-    assert store.for_record() == []
-
-
 def test_a_page_that_reloads_gets_everything_again() -> None:
     store = OutputStore()
     store.add(Displays(0, [text("1-1", "a" * 500)]))

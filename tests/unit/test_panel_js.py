@@ -165,10 +165,3 @@ def test_the_panel_and_the_record_draw_in_the_same_colours_and_dashes() -> None:
     for part, stroke in PART_STROKES.items():
         assert (inks[part], drawn[part]) == (stroke.colour, stroke.dashes)
     assert f"const LOG_RATIO = {LOG_RATIO};" in chart
-
-
-def test_every_class_of_the_style_sheet_is_used() -> None:
-    sent = script()
-    names = set(re.findall(r"\.(nbl-[a-z0-9-]+)", source("panel.css")))
-    computed = re.compile(r"nbl-(?:fg|bg)-(?:\d+|ink|paper)|nbl-r\d|nbl-ink-(?:training|epoch|valid|test)")
-    assert [name for name in names if not (computed.fullmatch(name) or re.search(rf"\b{name}\b(?!-)", sent))] == []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +52,6 @@ def test_a_delta_holds_each_change_once(state: PanelState) -> None:
     assert state.delta() is None
 
 
-def test_the_processes_of_ranks_that_live_are_known(state: PanelState) -> None:
-    state.set_ranks([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
-    state.set_ranks([RankStatus(0, "returned", 70)])
-    assert state.pids == {1: 71}
-
-
 def test_metrics_are_points_by_step_or_by_their_number(state: PanelState) -> None:
     report(state, 0, step=5, loss=0.5)
     report(state, 0, loss=0.25)
@@ -107,19 +99,6 @@ def test_a_long_series_is_thinned_and_keeps_its_ends() -> None:
     assert xs == sorted(xs)
 
 
-def test_a_series_that_was_sent_takes_little_memory() -> None:
-    tracemalloc.start()
-    try:
-        series = Series()
-        for step in range(20_000):
-            series.add(float(step), step / 3)
-        series.unsent = []
-        gc.collect()  # Python itself keeps freed tuples for reuse until then
-        assert tracemalloc.get_traced_memory()[0] < 50_000  # 2,000 points of 16 bytes, and some to grow
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("odd", [0, 1, 777, 9_998, 9_999])
 def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
     series = Series()
@@ -127,17 +106,6 @@ def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
         series.add(None, 0.99 if step == odd else 0.01 if step == odd + 1 else 0.5)
     assert max(y for _, y in series.points()) == 0.99
     assert odd == 9_999 or min(y for _, y in series.points()) == 0.01
-
-
-def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
-    for desc in ("one", "two", "three", "four"):
-        state.add_reports(0, [bar(desc, 1)])
-    state.add_reports(0, [bar("two", 2)])
-    assert changes_of(state).progress == [
-        (0, "two", 2, 10, 1.0, 0, 0),
-        (0, "three", 1, 10, 1.0, 0, 0),
-        (0, "four", 1, 10, 1.0, 0, 0),
-    ]
 
 
 def test_the_bar_of_the_whole_run_stays_above_those_of_its_epochs(state: PanelState) -> None:
@@ -253,12 +221,6 @@ def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
     assert state.delta() is None
 
 
-@pytest.mark.parametrize("total", [0, None])
-def test_a_bar_without_steps_or_end_has_none(state: PanelState, total: int | None) -> None:
-    state.add_reports(0, [bar("x", 1, total)])
-    assert changes_of(state).progress == [(0, "x", 1, None, 1.0, 0, 0)]
-
-
 def test_a_reloaded_page_gets_a_bounded_number_of_points(state: PanelState) -> None:
     for number in range(40):
         for rank in (0, 1):
@@ -296,12 +258,6 @@ def test_the_end_and_a_restart_take_the_reason_away(state: PanelState, ends: boo
     state.delta()
     state.end(Outcome("stopped", 1.0, "")) if ends else state.start(INFO)
     assert not changes_of(state).stuck.lines
-
-
-def test_a_reason_that_comes_again_is_not_noted_again(state: PanelState) -> None:
-    state.set_stuck(3.0, Stuck(("rank 0 waits",), (1,), is_repeated=True))
-    changes = changes_of(state)
-    assert (list(changes.stuck.lines), changes.notes) == (["rank 0 waits"], None)
 
 
 def test_steps_that_go_back_are_numbered_in_the_panel_and_its_record(state: PanelState) -> None:

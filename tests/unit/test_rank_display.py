@@ -15,7 +15,7 @@ from nblaunch.engines.protocol import Body
 from nblaunch.engines.rank_files import OutputFile
 from nblaunch.launch.output.follower import displays_in
 from nblaunch.launch.views import Displays
-from nblaunch.ranks import rank_display, report
+from nblaunch.ranks import rank_display
 from nblaunch.ranks.rank_display import clear, finish, publish
 from nblaunch.ranks.report import Context, enter
 from nblaunch.wire import display_records
@@ -84,13 +84,6 @@ def test_an_image_goes_into_a_file(spool: Path, value: object) -> None:
     assert (output.text, output.width, output.height) == ("<Figure>", 40, None)
 
 
-def test_a_long_text_goes_into_a_file(spool: Path) -> None:
-    show("long " * 5000)
-    (output,) = shown(spool).outputs
-    assert files(spool) == [b"long " * 5000]
-    assert len(output.text) <= display_records.MAX_TEXT_CHARS + 1
-
-
 @pytest.mark.parametrize(
     ("bundle", "text"),
     [
@@ -112,12 +105,6 @@ def test_an_update_replaces_all_outputs_with_its_id(spool: Path) -> None:
     show("new", "x", update=True)
     show("of no output", "y", update=True)
     assert texts(spool) == ["new", "b", "new"]
-
-
-def test_an_update_removes_the_file_that_it_replaces(spool: Path) -> None:
-    publish({"image/png": PNG}, {}, "x")
-    show("text now", "x", update=True)
-    assert files(spool) == []
 
 
 def test_clear_removes_outputs_and_their_files(spool: Path) -> None:
@@ -144,14 +131,6 @@ def test_a_flood_is_left_out_counted_and_spools_little(spool: Path) -> None:
     assert len(records(spool)) < display_records.MAX_OUTPUTS + 20
 
 
-def test_large_outputs_beyond_the_limit_are_left_out(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display_records, "MAX_KEPT_BYTES", 10_000)
-    for _ in range(3):
-        show("x" * 6000)
-    finish()
-    assert (len(files(spool)), shown(spool).left_out) == (1, 2)
-
-
 def test_an_output_that_is_too_large_is_shown_as_text(spool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display_records, "MAX_OUTPUT_BYTES", 1000)
     publish({"text/html": "<b>" * 1000, "text/plain": "big"}, {})
@@ -166,13 +145,6 @@ def test_updates_without_end_are_bounded(spool: Path, monkeypatch: pytest.Monkey
     finish()
     assert (spool / "rank0.spool").stat().st_size < 25_000
     assert shown(spool).left_out
-
-
-def test_outside_a_launch_nothing_happens() -> None:
-    assert report.current() is None
-    show("nothing")
-    clear(wait=False)
-    finish()
 
 
 @pytest.mark.parametrize(

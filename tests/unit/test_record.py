@@ -8,13 +8,12 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.views import Failure, LaunchInfo
+from nblaunch.launch.views import Failure
 from nblaunch.notebook.charts import PART_STROKES
 from nblaunch.notebook.record import RankTail, Record, as_html, as_text
 
@@ -219,13 +218,6 @@ def test_a_launch_that_still_runs_has_the_date_of_the_record() -> None:
     assert "… running</b>" in as_html(running)
 
 
-def test_notes_are_kept() -> None:
-    record = replace(FINISHED, state="stopped", message="stopped by the button", notes=["restarting (1 of 3): `f`"])
-    assert "<code>f</code>" in as_html(record)
-    assert "stopped by the button" in page(record).text
-    assert "restarting (1 of 3)" in page(record).text
-
-
 # ------------------------------------------------------------------ what failed
 def test_a_failure_is_on_top_before_its_traceback() -> None:
     shown = page(FAILED).text
@@ -243,12 +235,6 @@ def test_the_failed_ranks_traceback_and_log_are_open_and_first() -> None:
     assert "Cell In[3], line 4, in train" in traceback
     assert "hello from 1" in log
     assert shown.text.index("hello from 1") < shown.text.index("hello from 0")
-
-
-def test_ranks_that_a_cell_is_for_are_named_of_all() -> None:
-    info = LaunchInfo("1", "train", 3, "cpu", Path(LOGS))
-    words = [replace(info, only=only).ranks_in_words for only in (None, (0, 1, 2), (1,), (0, 2))]
-    assert words == ["3 ranks", "3 ranks", "rank 1 of 3", "ranks 0, 2 of 3"]
 
 
 def test_a_failure_that_was_no_ranks_and_has_no_traceback() -> None:
@@ -329,11 +315,6 @@ def test_a_metric_with_one_point_is_a_number_without_a_chart() -> None:
     assert "images 60,000\n" in shown.text
 
 
-def test_a_loss_that_is_no_number_any_more_is_shown_in_red() -> None:
-    html = as_html(replace(FINISHED, metrics={"loss": {0: [(0, 2.0), (1, 1.0), (2, math.nan)]}}))
-    assert re.search(r'color:#d64a3f">nan</span>', html)
-
-
 def test_no_more_than_twelve_charts_and_the_rest_as_numbers() -> None:
     shown = page(replace(FINISHED, metrics={f"m{i:02}": {0: [(0, 0.0), (1, float(i))]} for i in range(60)}))
     assert len(shown.images) == 12
@@ -372,23 +353,6 @@ def test_colours_are_kept_as_styles_and_the_text_has_none() -> None:
     assert '<span style="font-weight:bold;color:#c9443a">ERROR</span> <span' in html
     assert re.search(r'<span style="color:#fff;background:#c9443a">FATAL</span> end\n', html)
     assert "\nERROR white FATAL end\n" in text_of(record)
-
-
-@pytest.mark.parametrize(
-    "colour", ["38;5;15", "38;2;255;255;255", "38;5;16", "38;2;0;0;0", "38;5;226", "38;5;255", "97"]
-)
-def test_no_colour_is_lost_on_a_white_or_a_black_page(colour: str) -> None:
-    found = re.search(r'color:#(..)(..)(..)">x</span>', as_html(tail_of(f"\x1b[{colour}mx")))
-    assert found
-    red, green, blue = ((int(part, 16) / 255) ** 2.2 for part in found.groups())
-    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    assert 1.05 / (light + 0.05) > 2.9  # WCAG's contrast to white
-    assert (light + 0.05) / 0.05 > 2.9  # and to black
-
-
-@pytest.mark.parametrize("colour", ["38", "38;5", "38;2;1", "48;7;1", "38;5;;;;", "7777", "58;5;1", ";;", "38:5:9:9:9"])
-def test_a_colour_that_is_none_changes_nothing(colour: str) -> None:
-    assert re.search(r"\bx\b", page(tail_of(f"\x1b[{colour}mx")).text)
 
 
 def test_a_line_with_a_colour_for_each_letter_is_shown_without_them() -> None:
@@ -472,12 +436,3 @@ def test_of_a_thousand_ranks_the_first_are_kept() -> None:
     assert "from 63\n" in Page(html).text
     assert "from 64\n" not in Page(html).text
     assert "and 936 more ranks\n" in Page(html).text
-
-
-def test_of_many_ranks_each_keeps_a_few_lines() -> None:
-    tails = [RankTail(rank, tuple(f"{rank}: line {i} {'x' * 50}" for i in range(30)), False, "") for rank in range(64)]
-    shown = page(replace(FAILED, ranks="64 ranks", tails=tails, failure=replace(FAILURE, rank=50))).text
-    for rank in range(64):
-        assert f"\n{rank}: line 29 xxx" in shown
-    assert shown.index("50: line 29") < shown.index("0: line 29 ")
-    assert "the last lines of 63 ranks" in shown

@@ -46,14 +46,14 @@ def test_a_dead_rank_is_named() -> None:
     assert "restart" not in as_html(session(), USAGES)
 
 
-def test_a_stopped_session_has_no_table() -> None:
-    html = as_html(session(is_open=False), USAGES)
-    assert "<b>stopped</b>" in html
-    assert "table" not in html
-
-
 def test_names_cannot_become_markup() -> None:
     assert "<script>" not in as_html(session("<script>", ["<script>"]), {}, hint="<script>")
+
+
+def test_the_text_names_each_rank() -> None:
+    text = session("Cell In[3]", ["Cell In[4]"], [IDLE[0], RankHolding(1, 0, 0, 0)]).text()
+    assert text.splitlines()[0] == "session main: 2 ranks on cpu, busy: Cell In[3], 1 more queued"
+    assert "rank 1: dead" in text
 
 
 def test_gpu_memory_and_a_hint_are_shown() -> None:
@@ -62,9 +62,3 @@ def test_gpu_memory_and_a_hint_are_shown() -> None:
     assert "GPU memory" in html
     assert "2.0 GB" in html
     assert "<b>It holds 2 GB</b>" in html
-
-
-def test_the_text_names_each_rank() -> None:
-    text = session("Cell In[3]", ["Cell In[4]"], [IDLE[0], RankHolding(1, 0, 0, 0)]).text()
-    assert text.splitlines()[0] == "session main: 2 ranks on cpu, busy: Cell In[3], 1 more queued"
-    assert "rank 1: dead" in text

@@ -86,15 +86,6 @@ def test_requests_of_a_page_are_answered_and_cells_stay_queued(ends: tuple[Kerne
     assert kernel.queued == ["execute_request", "complete_request"]
 
 
-def test_after_the_wait_every_message_is_the_kernels_again(ends: tuple[Kernel, Page]) -> None:
-    kernel, page = ends
-    with ShellChannel(kernel).answered(threading.Event()):
-        pass
-    page.send("kernel_info_request")
-    kernel.shell_stream.flush()
-    assert kernel.queued == ["kernel_info_request"]
-
-
 def test_a_finished_wait_answers_no_more_requests(ends: tuple[Kernel, Page]) -> None:
     kernel, page = ends
     channel, over = ShellChannel(kernel), threading.Event()

@@ -36,15 +36,6 @@ def test_the_last_collective_of_each_group_is_read(table: CollectiveTable, tmp_p
     assert table.read(1) == []
 
 
-def test_rows_of_destroyed_groups_are_cleared(table: CollectiveTable, tmp_path: Path) -> None:
-    rows = CollectiveRows(str(tmp_path), 0)
-    rows.write(Begun(57, 1, 1, "0"))
-    rows.clear()
-    assert table.read(0) == []
-    rows.write(Begun(1, 2, 2, "0"))
-    assert table.read(0) == [Begun(1, 2, 2, "0")]
-
-
 def test_a_name_that_cannot_be_encoded_leaves_the_row_readable(table: CollectiveTable, tmp_path: Path) -> None:
     CollectiveRows(str(tmp_path), 0).write(Begun(1, 2, 3, "0", file="\udc80.py"))
     assert table.read(0) == [Begun(1, 2, 3, "0", file="?.py")]
@@ -79,10 +70,6 @@ def test_a_row_is_never_read_in_the_middle_of_a_write(table: CollectiveTable, tm
         thread.join()
     assert found
     assert all(each.count == each.line == each.time_ns and each.call == f"call {each.count}" for each in found)
-
-
-def test_a_rank_without_a_table_writes_nowhere(tmp_path: Path) -> None:
-    CollectiveRows(str(tmp_path / "gone"), 0).write(Begun(1))
 
 
 def test_a_table_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:

@@ -111,28 +111,6 @@ def test_the_cursor_goes_up_no_further_than_its_reach() -> None:
     assert assembler.retracted == 7  # and the line that the cursor was on
 
 
-def test_partials_are_the_lines_so_far() -> None:
-    assembler = LineAssembler()
-    assert assembler.partials == []
-    assert assembler.feed(b"done\n 10%|#") == ["done"]
-    assert assembler.partials == [" 10%|#"]
-    assembler.feed(b"\r 20%|##")
-    assert assembler.partials == [" 20%|##"]
-    assert assembler.feed(b"\n") == [" 20%|##"]
-    assert assembler.partials == []
-
-
-def test_a_bar_that_wiped_itself_leaves_no_line() -> None:
-    assert lines_of(b"\r100%|####|", b"\r           \r") == []
-
-
-def test_after_finish_it_starts_empty() -> None:
-    assembler = LineAssembler()
-    assembler.feed(b"\x1b[31mred \xe2\x82")
-    assert assembler.finish() == ["\x1b[31mred \ufffd\x1b[0m"]
-    assert assembler.feed(b"plain\n") == ["plain"]
-
-
 # ------------------------------------------------------------------ long lines
 def test_a_long_line_keeps_its_ends() -> None:
     line = b"a" * 2000 + b"-" * 4_996_000 + b"z" * 2000
@@ -141,13 +119,6 @@ def test_a_long_line_keeps_its_ends() -> None:
     assert lines_of(*(line[at : at + 5000] for at in range(0, len(line), 5000))) == [expected]
     assert shorten(line.decode()) == expected
     assert lines_of(b"a" * 4000) == ["a" * 4000]
-
-
-def test_a_long_line_is_overwritten_in_place() -> None:
-    line = b"a" * 2000 + b"-" * 96_000 + b"z" * 2000
-    over = line + b"\r" + b"B" * 1500
-    assert lines_of(over) == ["B" * 1500 + "a" * 500 + "… [characters left out] …" + "z" * 2000]
-    assert lines_of(line + b"\rB\x1b[K") == ["B"]
 
 
 def test_the_memory_of_a_long_line_is_bounded() -> None:
@@ -228,14 +199,6 @@ def test_an_excerpt_keeps_the_first_and_the_last() -> None:
         excerpt.add(str(number))
     assert (excerpt.left_lines, excerpt.left_bytes) == (998, sum(len(str(n)) + 1 for n in range(1, 999)))
     assert excerpt.text("gap") == "> 0\n> gap\n> 999\n"
-
-
-def test_an_excerpt_of_everything_has_no_gap() -> None:
-    excerpt = Excerpt(6, 100)
-    for word in ("one", "two", "three"):
-        excerpt.add(word)
-    assert excerpt.text("gap") == "one\ntwo\nthree\n"
-    assert (excerpt.size, excerpt.left_lines) == (14, 0)
 
 
 @DETERMINISTIC

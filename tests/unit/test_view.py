@@ -6,7 +6,7 @@ import io
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.frontend import Frontend, host, register, view_choice
+from nblaunch.launch.frontend import Frontend, view_choice
 from nblaunch.launch.machines import with_usable_method
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.terminal_lines import LineAssembler
@@ -113,12 +113,6 @@ def test_the_first_output_is_shown_at_once_with_its_rank(cell: Cell) -> None:
     assert cell.messages == [(100.0, "out", "[rank 1] hello\n[rank 1] world\n")]
 
 
-def test_nothing_is_written_before_there_is_something(cell: Cell) -> None:
-    cell.passes()
-    cell.view.on(Ended(FINISHED))
-    assert cell.messages == []
-
-
 def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
     cell.prints("a\n")
     for rank in (1, 0, 1):
@@ -127,11 +121,6 @@ def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
     assert len(cell.messages) == 1
     cell.passes(0.25)
     assert cell.messages[1:] == [(cell.now, "out", "[rank 1] from 1\n[rank 0] from 0\n[rank 1] from 1\n")]
-
-
-def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
-    cell.view.on(Logs([lines_of(0, "out", "a"), lines_of(0, "err", "b")]))
-    assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
 
 
 def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
@@ -150,18 +139,6 @@ def test_why_ranks_wait_is_shown_once(cell: Cell) -> None:
     cell.view.on(Stuck(("Waiting for 10 s: rank 0 waits", "rank 1 runs"), (1,), is_repeated=True))
     cell.passes()
     assert cell.screen() == ["nblaunch: Waiting for 10 s: rank 0 waits", "nblaunch: rank 1 runs"]
-
-
-def test_another_attempt_has_logs_of_its_own(cell: Cell) -> None:
-    cell.prints("begun\n")
-    cell.view.on(Note("restarting (1 of 3)"))
-    cell.view.on(Started(LaunchInfo("abc", "train", 2, "cpu", Path("/again"))))
-    cell.view.on(Logs([LogLines(0, "out", "/again/rank0.out", ["x" * 100] * 2000)]))
-    cell.view.on(Ended(FINISHED))
-    lines = cell.screen()
-    assert lines[:2] == ["[rank 0] begun", "nblaunch: restarting (1 of 3)"]
-    assert sum("omitted; see /again/rank0.out …" in line for line in lines) == 1
-    assert lines[-1] == "nblaunch: train finished after 3.2 s"
 
 
 # ------------------------------------------------------------------ floods
@@ -254,23 +231,6 @@ def test_a_partial_line_is_shown_below_and_redrawn(cell: Cell) -> None:
     assert cell.screen() == ["[rank 0] done", "[rank 0] 100%|##", "[rank 0] next"]
 
 
-def test_the_status_is_cleared_in_the_message_that_brings_lines(cell: Cell) -> None:
-    cell.prints("abc")
-    cell.passes()
-    cell.prints("def\n")
-    blank = " " * len("[rank 0] abc")
-    assert cell.messages[-1][2] == f"\r{blank}\r[rank 0] abcdef\n"
-
-
-def test_a_shorter_status_covers_a_longer_one(cell: Cell) -> None:
-    cell.view.on(Countdown("a long text"))
-    cell.passes()
-    cell.view.on(Countdown("short"))
-    cell.passes()
-    cell.view.on(Countdown(""))
-    assert [text for _, _, text in cell.messages] == ["\ra long text", "\rshort      ", "\r     \r"]
-
-
 def test_the_status_is_redrawn_only_when_it_changed(cell: Cell) -> None:
     cell.prints("abc")
     for _ in range(50):
@@ -337,13 +297,6 @@ def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
     assert status.endswith("…  … and 5 more")
     assert re.findall(r"\[rank \d\]", status) == ["[rank 0]", "[rank 1]", "[rank 2]"]
     assert len(status) <= 120
-
-
-def test_one_ranks_status_shows_all_that_moves(cell: Cell) -> None:
-    cell.prints("bar", stream="err")
-    cell.view.on(Reports(0, [{"progress": "epoch", "done": 1, "total": 2, "seconds": 0}]))
-    cell.passes()
-    assert cell.screen() == ["[rank 0] bar · epoch: 1/2 50%"]
 
 
 def test_the_countdown_takes_the_place_of_the_rest(cell: Cell) -> None:
@@ -413,18 +366,6 @@ def test_a_launch_that_does_not_finish_says_so_in_one_line(cell: Cell, state: Li
     assert cell.screen() == ["[rank 0] bar", f"nblaunch: train {state} after 3.2 s"]
 
 
-def test_the_null_view_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    view: View = NullView()
-    view.on(Started(INFO))
-    view.on(Logs([lines_of(0, "out", "a")]))
-    view.on(Reports(0, []))
-    view.on(Note("note"))
-    view.on(Countdown("stopping"))
-    view.on(Tick())
-    view.on(Ended(FINISHED))
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_view_that_fails_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(View):
         def on(self, event: Event) -> None:
@@ -437,11 +378,6 @@ def test_a_view_that_fails_is_replaced_and_logged_once(caplog: pytest.LogCapture
 
 
 # ------------------------------------------------------------------ writers and frontends
-@pytest.fixture
-def script_frontend() -> Iterator[None]:
-    register(None)
-    yield
-    register(None)
 
 
 def test_the_plain_writer_follows_sys_stdout(
@@ -473,11 +409,6 @@ def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert isinstance(Frontend().view("none"), NullView)
 
 
-def test_a_script_has_no_cells() -> None:
-    script = Frontend()
-    assert (script.cell_label("script.py"), script.cuda_cell(), script.notebook_names()) == ("", "", None)
-
-
 @pytest.mark.parametrize(
     ("choice", "variable", "chosen"),
     [("auto", "", "auto"), ("auto", "none", "none"), ("auto", "text", "text"), ("text", "none", "text")],
@@ -495,16 +426,6 @@ def test_an_unknown_view_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Frontend().view("panels")
     with pytest.raises(ArgumentError, match="NBLAUNCH_VIEW='loud': use"):
         Frontend().view("auto")
-
-
-@pytest.mark.usefixtures("script_frontend")
-def test_a_frontend_can_be_registered() -> None:
-    assert isinstance(host(), Frontend)
-    mine: Frontend = Frontend()
-    register(mine)
-    assert host() is mine
-    register(None)
-    assert host() is not mine
 
 
 class Recorder(View):
