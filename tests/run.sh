@@ -67,7 +67,7 @@ check mypy &  # beside the tests, which wait much
 types=$! status=0
 if [ "${1:-}" = --quick ]; then
     check pytest -m "not alone" -n 2 --dist loadfile \
-        tests/unit tests/processes/test_tasks.py tests/kernel/test_magics.py || status=$?
+        tests/unit tests/processes/test_several.py tests/kernel/test_magics.py || status=$?
 elif [ $# -gt 0 ]; then
     check pytest "$@" || status=$?
 else

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from torch.utils.data import DataLoader
 
 from nblaunch.ranks import process_group
 from tests.conftest import LONG
@@ -95,21 +94,8 @@ def hung(forks: int = FORKS) -> int:
     return count
 
 
-def of_loader(passes: int) -> int:
-    """Batches that forked workers bring."""
-    count = 0
-    for _ in range(passes):
-        burst()
-        count += len(list(DataLoader(range(2), num_workers=1)))  # type: ignore[arg-type]  # it has a length and items
-    return count
-
-
 def test_no_child_of_a_rank_hangs_whatever_c_threads_do(launch: Launcher) -> None:
     assert launch(hung, num_processes=1, timeout=240)[0] == 0
-
-
-def test_workers_that_are_forked_within_a_burst_bring_their_batches(launch: Launcher) -> None:
-    assert launch(of_loader, (5,), num_processes=1, timeout=LONG)[0] == 10
 
 
 # ------------------------------------------------------------------ the wait

@@ -170,9 +170,9 @@ def test_launches_can_be_made_from_threads(launch: Launcher) -> None:
 
 
 # ------------------------------------------------------------------ not inside a rank
-def test_a_launch_inside_a_rank_is_refused(launch: Launcher, few: int) -> None:
+def test_a_launch_inside_a_rank_is_refused(launch: Launcher) -> None:
     with pytest.raises(NestedLaunchError, match=r"this is rank \d of a launch, and a rank cannot launch") as caught:
-        launch(launch_again, num_processes=few)
+        launch(launch_again)
     assert "launch_again" in str(caught.value.__cause__)
 
 

@@ -119,17 +119,6 @@ def become_another_program(rank: int, folder: Path) -> None:
     os.execvp("sleep", ["sleep", str(LONG)])
 
 
-def recurse(rank: int, folder: Path) -> None:
-    dig(300, rank, folder)
-
-
-def dig(depth: int, rank: int, folder: Path) -> None:
-    if depth:
-        dig(depth - 1, rank, folder)
-    else:
-        wait(rank, folder)
-
-
 # ------------------------------------------------------------------ how they are asked
 def begin(function: Callable[..., Any], folder: Path, start_method: str, ranks: int = 2, **options: Any) -> Launch:
     """Launch a function of `folder` in the background."""
@@ -251,17 +240,6 @@ def test_a_rank_that_became_another_program_is_let_be(start_method: str, tmp_pat
     eventually(lambda: launch.stacks(timeout=0.2) == {})
 
     assert not launch.done
-    end(launch)
-
-
-def test_a_deep_recursion_shows_its_latest_calls(start_method: str, tmp_path: Path) -> None:
-    launch = begun(recurse, tmp_path, start_method, ranks=1)
-
-    text = launch.stacks()[0]
-
-    assert text.splitlines()[1] == "  … older calls are left out …"
-    assert calls(text)[-2:] == ["dig", "wait"]
-    assert calls(text).count("dig") > 90
     end(launch)
 
 

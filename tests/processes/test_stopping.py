@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,6 @@ from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
 from nblaunch.launch.handle import live_launches
 from nblaunch.machine.processes import descendants
-from nblaunch.ranks.kernel_channel import KernelChannel
-from nblaunch.wire.channel import Channel, channel_pair
-from nblaunch.wire.messages import Interrupted
 from tests.conftest import LONG, conformance, eventually, state_of
 
 STOP_LIMIT = 45.0
@@ -105,48 +101,6 @@ def checkpoint_for_a_second(rank: int, folder: Path) -> None:
 
 def checkpoint_for_a_minute(rank: int, folder: Path) -> None:
     write_checkpoint(rank, folder, LONG)
-
-
-class BlocksInC(io.BytesIO):
-    """A slow disk: its first write stays in C, which no signal ends, until `go_on` is called by another thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.libc, self.mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-        self.libc.pthread_mutex_lock(self.mutex)
-        self.writes = 0
-
-    def write(self, data: Any) -> int:
-        self.writes += 1
-        if self.writes == 1:
-            self.libc.pthread_mutex_lock(self.mutex)
-        return super().write(data)
-
-    def go_on(self) -> None:
-        self.libc.pthread_mutex_unlock(self.mutex)
-
-
-def fail_while_the_other_saves(rank: int, folder: Path) -> None:
-    """Rank 1 is in the middle of a write, in C, for a second after its interrupt, and writes a file in `finally`."""
-    if rank == 0:
-        eventually(lambda: (folder / "ready1").exists())
-        raise ValueError("rank 0 gives up")
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
-    disk = BlocksInC()
-
-    def go_on_after_the_interrupt() -> None:
-        os.read(read, 1)
-        time.sleep(1.0)
-        disk.go_on()
-
-    threading.Thread(target=go_on_after_the_interrupt, daemon=True).start()
-    note(folder, "ready", rank)
-    try:
-        torch.save({"weights": torch.ones(1000)}, disk)
-    finally:
-        note(folder, "finally", rank)
 
 
 def fail_while_the_other_finishes(rank: int, folder: Path) -> None:
@@ -276,67 +230,6 @@ def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method:
 
 
 # ------------------------------------------------------------------ time to finish
-@pytest.fixture
-def link() -> Iterator[tuple[KernelChannel, Channel]]:
-    """A rank's link in this process, and the kernel's end of its channel."""
-    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    kernel, sock = channel_pair()
-    channel = Channel(sock)
-    link = KernelChannel(channel, 0)
-    link.task = 1
-    yield link, kernel
-    for number, handler in handlers:
-        signal.signal(number, handler)
-    kernel.close()
-    channel.close()
-
-
-def interrupt_while_sending(link: KernelChannel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Python's handler run in the middle of the next send, as it does when another thread takes the signal."""
-    send = Channel._send_with
-
-    def interrupted(channel: Channel, data: bytes, fds: Sequence[int]) -> int:
-        monkeypatch.setattr(Channel, "_send_with", send)
-        sent = send(channel, data, fds)
-        link._on_interrupt(signal.SIGINT, None)
-        return sent
-
-    monkeypatch.setattr(Channel, "_send_with", interrupted)
-
-
-def received_by(kernel: Channel) -> list[object]:
-    kernel.poll()
-    return [message for message, _ in kernel.drain()]
-
-
-@pytest.mark.parametrize("armed", [True, False])
-def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
-    link: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
-) -> None:
-    speaker, kernel = link
-    speaker.armed = armed
-    interrupt_while_sending(speaker, monkeypatch)
-
-    with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
-        speaker.send("a word")
-
-    assert received_by(kernel) == ["a word", Interrupted(0, 1)]
-
-
-def test_an_interrupt_during_its_acknowledgement_is_harmless(
-    link: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speaker, kernel = link
-    speaker.armed = True
-    interrupt_while_sending(speaker, monkeypatch)
-
-    with pytest.raises(KeyboardInterrupt):
-        speaker._on_interrupt(signal.SIGINT, None)
-    speaker._on_interrupt(signal.SIGINT, None)
-
-    assert received_by(kernel) == [Interrupted(0, 1)]
-
-
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=1.0)
     eventually(lambda: noted(tmp_path, "ready", 2))
@@ -372,13 +265,6 @@ def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_pa
 
     assert seconds_to_end(launch, begun) < STOP_LIMIT
     assert not (tmp_path / "checkpoint0").exists()
-
-
-def test_a_failure_interrupts_a_rank_that_saves(start_method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rank 0 gives up"):
-        begin(fail_while_the_other_saves, tmp_path, start_method).result()
-
-    assert (tmp_path / "finally1").exists()
 
 
 def test_a_failure_is_shown_while_others_still_save(

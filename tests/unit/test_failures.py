@@ -9,7 +9,15 @@ import pytest
 
 from nblaunch.engines.protocol import Log
 from nblaunch.errors import RankDiedError
-from nblaunch.launch.failures import MAX_HEADLINE, Account, RankTraceback, crash_warning, describe, headline_of
+from nblaunch.launch.failures import (
+    MAX_HEADLINE,
+    Account,
+    RankTraceback,
+    attach_results,
+    crash_warning,
+    describe,
+    headline_of,
+)
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.views import Stream
@@ -180,3 +188,20 @@ def test_a_message_beside_its_traceback_keeps_its_advice() -> None:
     error = RuntimeError(DDP)
     error.__cause__ = RankTraceback(f"on rank 0:\nRuntimeError: {DDP}")
     assert "find_unused_parameters=True" in describe(error, None).details
+
+
+class OwnResultsError(Exception):
+    results = (0.5,)
+
+
+class StrictError(Exception):
+    """Refuses attributes that it does not define."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError(name)
+
+
+@pytest.mark.parametrize(("error", "results"), [(OwnResultsError(), (0.5,)), (StrictError(), None)])
+def test_a_users_error_keeps_its_own_results_or_has_none(error: Exception, results: object) -> None:
+    attach_results({1: "value"}, error)
+    assert getattr(error, "results", None) == results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import pytest
 from nblaunch.ranks import worker
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.wire.channel import Channel, channel_pair
-from nblaunch.wire.messages import Interrupted, Task, World
+from nblaunch.wire.messages import Interrupt, Interrupted, Task, World
+from tests.conftest import eventually
 
 
 @pytest.fixture
@@ -122,3 +123,52 @@ def test_the_next_task_does_not_defer_its_interrupt(kernel: tuple[Channel, Any])
     link.armed = True
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_that_comes_too_late_hits_no_later_task(kernel: tuple[Channel, Any]) -> None:
+    channel, link = kernel
+    for number in (1, 2):
+        channel.send(Task(number, World("127.0.0.1", 1, "gloo", "cpu", 1)))
+        link.next_task()
+    link.armed = True
+    channel.send(Interrupt(1))
+    eventually(lambda: link._seen == 1)
+    assert not link.interrupted
+    assert sent_to(channel) == []
+
+
+def interrupt_while_sending(link: KernelChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Python's handler run in the middle of the next send, as it does when another thread takes the signal."""
+    send = Channel._send_with
+
+    def interrupted(channel: Channel, data: bytes, fds: Sequence[int]) -> int:
+        monkeypatch.setattr(Channel, "_send_with", send)
+        sent = send(channel, data, fds)
+        link._on_interrupt(signal.SIGINT, None)
+        return sent
+
+    monkeypatch.setattr(Channel, "_send_with", interrupted)
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
+    kernel: tuple[Channel, Any], monkeypatch: pytest.MonkeyPatch, armed: bool
+) -> None:
+    channel, link = kernel
+    link.task, link.armed = 1, armed
+    interrupt_while_sending(link, monkeypatch)
+    with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
+        link.send("a word")
+    assert sent_to(channel) == ["a word", Interrupted(0, 1)]
+
+
+def test_an_interrupt_during_its_acknowledgement_is_harmless(
+    kernel: tuple[Channel, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, link = kernel
+    link.task, link.armed = 1, True
+    interrupt_while_sending(link, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        link._on_interrupt(signal.SIGINT, None)
+    link._on_interrupt(signal.SIGINT, None)
+    assert sent_to(channel) == [Interrupted(0, 1)]
