@@ -30,7 +30,8 @@ EFFECT_FREE = KNOWN_SAFE | sys.stdlib_module_names | {"numpy", "torch"} | _NOTEB
 Attribute = tuple[str, str, str]
 """A module, the qualified name of a class in it or an empty string, and an attribute of that."""
 
-_STREAMS = {("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
+_PROCESS_OWN = {("os", "", "environ"), ("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
+"""Each rank has its own. ``os.environ |= ...`` assigns to the first; a rank gets such variables by other means."""
 AS_IMPORTED: Any = ...
 """Stands for an attribute that is again what the module's import made of it."""
 _last: dict[Attribute, bytes] = {}
@@ -54,7 +55,7 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
         path, _, name = target.rpartition(".")
         owner = _found(path, namespace)
         place = _place_of(owner)
-        if place is None or (*place, name) in _STREAMS:
+        if place is None or (*place, name) in _PROCESS_OWN:
             continue
         value = _own(owner, name)
         own_name = ".".join(filter(None, (place[1], name)))

@@ -96,7 +96,8 @@ def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[st
     found, own = placed(
         "class Mine: pass\nL = own.Learner\nown.rate = 1\nown.Learner.size = 3\nL.added = staticmethod(len)",
         "if True:\n    own.rate, own.shape = 2, [3, 4]\nown.later = 4",
-        "Mine.y = 2\nMine().x = 1\nown.stream = sys.stdout = sys.stdout\ndef f():\n    own.never = 5",
+        "Mine.y = 2\nMine().x = 1\nown.stream = sys.stdout = sys.stdout\nimport os\nos.environ |= {}",
+        "def f():\n    own.never = 5",
     )
     assert {place: value for place, value in found.items() if place[2] != "added"} == {
         ("ownpkg", "", "rate"): 2,
