@@ -114,18 +114,12 @@ def replaced(path: Path) -> Iterator[Path]:
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
-        flush(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(folder)
+        os.close(folder)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # some file systems cannot
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path, *, mmap: bool = False, weights_only: bool = True) -> dict[str, Any]:

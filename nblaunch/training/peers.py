@@ -10,7 +10,7 @@ import importlib.util
 import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -31,178 +31,163 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: The library is not installed; the message says how to install it.
     """
-    if name not in _FACTORIES:
+    if name not in _KINDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = _FACTORIES[name]()
-    made.__module__, made.__qualname__ = __name__, name  # pickle by reference
+    own, *library = _KINDS[name]
+    made = type(name, (own, _base(*library)), {"__doc__": own.__doc__, "__module__": __name__})
     return globals().setdefault(name, made)
 
 
 def __dir__() -> list[str]:
-    return sorted(_FACTORIES)
+    return sorted(_KINDS)
 
 
-def _panel_callback() -> type[Any]:
-    base: Any = _base("transformers", ("transformers",), "TrainerCallback")
+class _PanelCallback:
+    """Shows a ``transformers.Trainer`` in the notebook: ``Trainer(..., callbacks=[PanelCallback()])``.
 
-    class PanelCallback(base):  # type: ignore[misc]  # the base is known only at run time
-        """Shows a ``transformers.Trainer`` in the notebook: ``Trainer(..., callbacks=[PanelCallback()])``.
+    It reports every number that the trainer logs (``loss``, ``learning_rate``, ``eval_...``), with its step, every
+    ``logging_steps``. Each rank shows the progress of its training and evaluation.
 
-        It reports every number that the trainer logs (``loss``, ``learning_rate``, ``eval_...``), with its step, every
-        ``logging_steps``. Each rank shows the progress of its training and evaluation.
+    Args:
+        all_ranks: Report the numbers of every rank. Default: of rank 0 only, because transformers averages the
+            loss over the ranks and gathers evaluation results, so all ranks log the same.
 
-        Args:
-            all_ranks: Report the numbers of every rank. Default: of rank 0 only, because transformers averages the
-                loss over the ranks and gathers evaluation results, so all ranks log the same.
+    Outside a launch it does nothing.
+    """
 
-        Outside a launch it does nothing.
-        """
+    def __init__(self, all_ranks: bool = False) -> None:
+        self.all_ranks = all_ranks
+        self._training: Progress | None = None
+        self._evaluating: Progress | None = None
 
-        def __init__(self, all_ranks: bool = False) -> None:
-            self.all_ranks = all_ranks
-            self._training: Progress | None = None
-            self._evaluating: Progress | None = None
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        values = {name: value for name, value in (logs or {}).items() if not name.endswith(_SPEED_SUFFIXES)}
+        _report_numbers(values, state.global_step, self.all_ranks)
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            values = {name: value for name, value in (logs or {}).items() if not name.endswith(_SPEED_SUFFIXES)}
-            _report_numbers(values, state.global_step, self.all_ranks)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training = Progress(state.max_steps, "training", state.global_step)
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._training = Progress(state.max_steps, "training", state.global_step)
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.reach(state.global_step)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self._training is not None:
-                self._training.reach(state.global_step)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.close()
+        self._training = None
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self._training is not None:
-                self._training.close()
-            self._training = None
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if self._evaluating is None:
+            self._evaluating = Progress(length_of(eval_dataloader), "evaluating")
+        self._evaluating.step()
 
-        def on_prediction_step(
-            self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-        ) -> None:
-            if self._evaluating is None:
-                self._evaluating = Progress(length_of(eval_dataloader), "evaluating")
-            self._evaluating.step()
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_evaluation()
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._end_evaluation()
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self._end_evaluation()
 
-        def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            self._end_evaluation()
-
-        def _end_evaluation(self) -> None:
-            if self._evaluating is not None:
-                self._evaluating.close()
-            self._evaluating = None
-
-    return PanelCallback
+    def _end_evaluation(self) -> None:
+        if self._evaluating is not None:
+            self._evaluating.close()
+        self._evaluating = None
 
 
-def _panel_logger() -> type[Any]:
-    base: Any = _base("lightning", _LIGHTNING, "loggers.logger.Logger")
-    bars = __getattr__("PanelBars")
+class _PanelLogger:
+    """Shows a lightning ``Trainer`` in the notebook: ``Trainer(logger=PanelLogger(), ...)``.
 
-    class PanelLogger(base):  # type: ignore[misc]  # the base is known only at run time
-        """Shows a lightning ``Trainer`` in the notebook: ``Trainer(logger=PanelLogger(), ...)``.
+    It reports every number that is logged (``self.log("loss", loss)``), with its step. Each rank shows the progress
+    of its training (batches of all epochs), validation, test and prediction. It works with ``lightning.pytorch``
+    and ``pytorch_lightning``, whichever is imported first.
 
-        It reports every number that is logged (``self.log("loss", loss)``), with its step. Each rank shows the progress
-        of its training (batches of all epochs), validation, test and prediction. It works with ``lightning.pytorch``
-        and ``pytorch_lightning``, whichever is imported first.
+    Args:
+        all_ranks: Report the numbers of every rank. Default: of rank 0 only, as lightning's own loggers do; these
+            are of rank 0's batches, unless they are logged with ``sync_dist=True``.
 
-        Args:
-            all_ranks: Report the numbers of every rank. Default: of rank 0 only, as lightning's own loggers do; these
-                are of rank 0's batches, unless they are logged with ``sync_dist=True``.
+    Outside a launch it does nothing. It writes no files, so checkpoints go to the Trainer's ``default_root_dir``.
+    """
 
-        Outside a launch it does nothing. It writes no files, so checkpoints go to the Trainer's ``default_root_dir``.
-        """
+    def __init__(self, all_ranks: bool = False) -> None:
+        super().__init__()
+        self.all_ranks = all_ranks
 
-        def __init__(self, all_ranks: bool = False) -> None:
-            super().__init__()
-            self.all_ranks = all_ranks
+    @property
+    def name(self) -> str:
+        return "nblaunch"
 
-        @property
-        def name(self) -> str:
-            return "nblaunch"
+    @property
+    def version(self) -> str:
+        return ""
 
-        @property
-        def version(self) -> str:
-            return ""
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        _report_numbers(metrics, step, self.all_ranks)
 
-        def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-            _report_numbers(metrics, step, self.all_ranks)
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the panel shows what changes over time."""
 
-        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            """Do nothing: the panel shows what changes over time."""
-
-        def log_graph(self, model: Any, *args: Any, **kwargs: Any) -> None:
-            """Add the progress bars to the model's trainer, which calls this before it begins."""
-            callbacks = model.trainer.callbacks
-            if not any(isinstance(callback, bars) for callback in callbacks):
-                callbacks.append(bars())
-
-    return PanelLogger
+    def log_graph(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Add the progress bars to the model's trainer, which calls this before it begins."""
+        bars, callbacks = __getattr__("PanelBars"), model.trainer.callbacks
+        if not any(isinstance(callback, bars) for callback in callbacks):
+            callbacks.append(bars())
 
 
-def _panel_bars() -> type[Any]:
-    base: Any = _base("lightning", _LIGHTNING, "Callback")
+class _PanelBars:
+    """Shows how far a lightning ``Trainer`` is, on each rank. `PanelLogger` adds it to the trainer."""
 
-    class PanelBars(base):  # type: ignore[misc]  # the base is known only at run time
-        """Shows how far a lightning ``Trainer`` is, on each rank. `PanelLogger` adds it to the trainer."""
+    def __init__(self) -> None:
+        self._bars: dict[str, Progress] = {}
 
-        def __init__(self) -> None:
-            self._bars: dict[str, Progress] = {}
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        batches = trainer.num_training_batches * (math.inf if trainer.max_epochs == -1 else trainer.max_epochs)
+        if trainer.max_steps != -1:
+            batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+        done = trainer.fit_loop.total_batch_idx + 1
+        self._bars["training"] = Progress(_whole(batches), "training", done)
 
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            batches = trainer.num_training_batches * (math.inf if trainer.max_epochs == -1 else trainer.max_epochs)
-            if trainer.max_steps != -1:
-                batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
-            done = trainer.fit_loop.total_batch_idx + 1
-            self._bars["training"] = Progress(_whole(batches), "training", done)
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._bars["training"].reach(trainer.fit_loop.total_batch_idx + 1)
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            self._bars["training"].reach(trainer.fit_loop.total_batch_idx + 1)
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._end("training")
 
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            self._end("training")
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self._step("validating", trainer.num_val_batches)
 
-        def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-            if not trainer.sanity_checking:
-                self._step("validating", trainer.num_val_batches)
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self._end("validating")
 
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self._end("validating")
+    def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._step("testing", trainer.num_test_batches)
 
-        def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
-            self._step("testing", trainer.num_test_batches)
+    def on_test_end(self, trainer: Any, module: Any) -> None:
+        self._end("testing")
 
-        def on_test_end(self, trainer: Any, module: Any) -> None:
-            self._end("testing")
+    def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._step("predicting", trainer.num_predict_batches)
 
-        def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
-            self._step("predicting", trainer.num_predict_batches)
+    def on_predict_end(self, trainer: Any, module: Any) -> None:
+        self._end("predicting")
 
-        def on_predict_end(self, trainer: Any, module: Any) -> None:
-            self._end("predicting")
+    def _step(self, name: str, batches: list[float]) -> None:
+        if name not in self._bars:
+            self._bars[name] = Progress(_whole(sum(batches)), name)
+        self._bars[name].step()
 
-        def _step(self, name: str, batches: list[float]) -> None:
-            if name not in self._bars:
-                self._bars[name] = Progress(_whole(sum(batches)), name)
-            self._bars[name].step()
-
-        def _end(self, name: str) -> None:
-            if name in self._bars:
-                self._bars.pop(name).close()
-
-    return PanelBars
+    def _end(self, name: str) -> None:
+        if name in self._bars:
+            self._bars.pop(name).close()
 
 
-_FACTORIES: dict[str, Callable[[], type[Any]]] = {
-    "PanelBars": _panel_bars,
-    "PanelCallback": _panel_callback,
-    "PanelLogger": _panel_logger,
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "PanelBars": (_PanelBars, "lightning", _LIGHTNING, "Callback"),
+    "PanelCallback": (_PanelCallback, "transformers", ("transformers",), "TrainerCallback"),
+    "PanelLogger": (_PanelLogger, "lightning", _LIGHTNING, "loggers.logger.Logger"),
 }
+"""Each class's own part, and the library, its names, and the class in it that the part extends."""
 
 
 def _whole(count: float) -> int | None:

@@ -56,9 +56,6 @@ class PreparedObjects:
         self._may_be_replaced = False
         """Whether a later object can have taken the place of an earlier one since `settle`."""
 
-    def __reduce__(self) -> Any:
-        return PreparedObjects, ()  # nothing is prepared yet in the process that receives it
-
     def add(self, objects: Any) -> None:
         """Note the objects of a pytree. Of a wrapper its inner object, which lives as long as the user has either."""
         self._may_be_replaced |= bool(self._references)

@@ -127,9 +127,6 @@ def seeded(seed: int, *generators: torch.Generator) -> Iterator[None]:
         if "numpy" in sys.modules:
             numpys: Any = sys.modules["numpy"].random
             stack.callback(numpys.set_state, numpys.get_state(legacy=False))
-            if hasattr(numpys, "set_bit_generator"):  # NumPy 1.24; the user may have chosen another
-                stack.callback(numpys.set_bit_generator, numpys.get_bit_generator())
-                numpys.set_bit_generator(numpys.MT19937())
         _seed_python_and_numpy(seed % _SEED_LIMIT)
         yield
 

@@ -170,29 +170,6 @@ def test_a_schedule_that_was_pickled_steps_without_a_warning() -> None:
 
 
 # ------------------------------------------------------------------ accumulation
-def train(accelerator: Accelerator, samples: int, batch_size: int, epochs: int = 1) -> tuple[Any, list[bool], Any]:
-    net, optimizer, schedule, loader = accelerator.prepare(*parts(samples, batch_size))
-    synced = []
-    for _ in range(epochs):
-        for (x,) in loader:
-            with accelerator.accumulate(net):
-                accelerator.backward(net(x)["out"].mean())
-                accelerator.clip_grad_norm_(net.parameters(), 100.0)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            synced.append(accelerator.sync_gradients)
-    return net, synced, schedule
-
-
-def test_a_loaders_last_batch_ends_a_step() -> None:
-    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
-    _, synced, schedule = train(accelerator, 10, 2, epochs=2)
-    assert synced == [False, False, True, False, True] * 2
-    assert schedule.get_last_lr() == [0.1 * 0.5**4]
-    assert schedule.state_dict()["last_epoch"] == 4
-
-
 def test_the_last_steps_loss_is_divided_by_the_batches_that_it_has() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=4)
     for _ in range(2):
