@@ -104,11 +104,9 @@ class Where(NamedTuple):
         }
 
     def is_like(self, other: Where) -> bool:
-        """Return True if modules imported here are valid for `other`."""
         return self.cwd == other.cwd and self._significant() == other._significant()
 
     def _significant(self) -> dict[str, str]:
-        """Return the variables that packages may have read during their import."""
         return {name: value for name, value in self.env.items() if not differs(name) and not self._is_librarys(name)}
 
     def _is_librarys(self, name: str) -> bool:
@@ -139,8 +137,7 @@ class ForkServer:
     It imports the modules `preload`, none if it only starts fresh interpreters, and then those that ranks can import
     for themselves, `ahead`. They see the environment and directory `where`.
 
-    Raises:
-        StartError: The system refuses to start it.
+    StartError: the system refuses to start it.
     """
 
     def __init__(self, preload: Sequence[str], where: Where | None = None, ahead: Sequence[str] = ()) -> None:
@@ -151,9 +148,9 @@ class ForkServer:
         """A launch may wait for it to get ready."""
         self.package = ""
         """The package of `ahead` that it imports, or that is at fault; empty if none."""
-        self._problem = ""
-        self._lock = threading.Lock()
-        self._is_retired = False
+        self.problem = ""
+        """Why it did not start."""
+        self._lock = threading.RLock()
         self.installed = installed_now()
         with contextlib.ExitStack() as undo:
             try:
@@ -186,7 +183,6 @@ class ForkServer:
         return set(self.ahead) <= set(_SOON)
 
     def fits(self, where: Where) -> bool:
-        """Return True if ranks there would import what it has imported."""
         if self.where.read_at_import != where.read_at_import:
             return False
         return self.is_plain or (
@@ -195,30 +191,30 @@ class ForkServer:
 
     def ready(self) -> Hello:
         """Wait until its imports are over. StartError: it died, or took too long and was killed."""
-        with self._then_close(), self._lock:
-            if self._problem:
-                raise StartError(self._problem)
+        with self._lock:
+            if self.problem:
+                raise StartError(self.problem)
             if self.hello is not None:
                 return self.hello
             try:
                 self.hello = self._wait_for_hello()
             except (StartError, OSError, ValueError) as error:  # of the last two: another thread has retired it
-                self._problem = str(error)
+                self.problem = str(error)
                 self.stop()
-                raise StartError(self._problem) from None
+                raise StartError(self.problem) from None
             self.is_awaited = self.is_awaited and not self.hello.problem
             return self.hello
 
     def is_importing(self) -> bool:
         try:
-            return self.hello is None and not self._problem and not readable(self.channel)
+            return self.hello is None and not self.problem and not readable(self.channel)
         except (OSError, ValueError):  # another thread has retired it
             return False
 
     def fork_reaper(self) -> Reaper:
         """Fork the reaper of a launch. OSError: the server has exited."""
         here, there = channel_pair()
-        with there, self._then_close(), self._lock:
+        with there, self._lock:
             try:
                 self.channel.send(NewReaper(), [there.fileno()])
             except OSError as error:
@@ -230,15 +226,26 @@ class ForkServer:
         return Reaper(here, server=self)
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        if self.process.poll() is None:
+            return True
+        self._close()
+        return False
 
     def state(self) -> str:
         held = processes.memory_of(self.process.pid)
         count = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
         return f"pid {self.process.pid}, {count}" + (f", {held / 1e6:.0f} MB" if held else "")
 
+    def described(self) -> str:
+        if self.problem:
+            return f"fork server: not running; given up: {self.problem} (%reload_ext nblaunch tries again)"
+        if self.hello is None:
+            return f"fork server: pid {self.process.pid}, importing {', '.join(self.preload)}"
+        refused, seconds = self.hello.problem, self.hello.seconds
+        end = f"refuses to fork: {refused}" if refused else f"ready after {seconds:.1f} s"
+        return f"fork server: {self.state()}, {end}"
+
     def wake(self) -> None:
-        """Continue it, in case something has stopped it."""
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -246,38 +253,24 @@ class ForkServer:
         self.retire()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
-
-    def retire(self) -> None:
-        """Let it exit after its launches; `alive` collects its exit status."""
-        with contextlib.suppress(OSError):  # already exited
-            self.channel.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough: a forked child may hold a copy
-        self.wake()  # a stopped process would not notice
-        self._is_retired = True
         self._close()
 
-    @contextlib.contextmanager
-    def _then_close(self) -> Iterator[None]:
-        """Close the files at the end, if the server was retired meanwhile. Enter it before the lock, which keeps them.
-
-        The lock is entered by itself: an interrupt behind a generator's ``yield`` would leave it locked.
-        """
-        try:
-            yield
-        finally:
-            if self._is_retired:
-                self._close()
-
     def _close(self) -> None:
-        """Close its files, or leave that to the thread that uses them.
-
-        That thread may wait in ``poll``: the next file opened would reuse the descriptor's number there.
-        """
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):  # else the thread in `ready` still reads them, and stops it after
             try:
                 self.channel.close()
                 self._errors.close()
             finally:
                 self._lock.release()
+
+    def retire(self) -> None:
+        """Let it exit after its launches; `alive` collects its exit status, and closes its files.
+
+        Not here: a thread may wait in ``poll``, and the next file opened would reuse the descriptor's number there.
+        """
+        with contextlib.suppress(OSError):  # already exited
+            self.channel.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough: a forked child may hold a copy
+        self.wake()  # a stopped process would not notice
 
     def _wait_for_hello(self) -> Hello:
         deadline = time.monotonic() + SERVER_START_TIMEOUT_S
@@ -325,11 +318,9 @@ class Servers:
         self._is_started = False
         """A server of the notebook's environment was started, and has served: a cell may start the next one."""
         self._bare: ForkServer | None = None
-        """For ``spawn``, while no other is ready."""
+        """For ``spawn``: it imports nothing."""
         self._retired: list[ForkServer] = []
         """Replaced servers whose launches still run."""
-        self._given_up: list[tuple[Mapping[str, str], str]] = []
-        """Environments whose server did not start, and why: no launch waits for it again."""
         self._named: dict[str, None] = {}
         """Modules that the user has named."""
         self._left_out: dict[str, str] = {}
@@ -347,7 +338,7 @@ class Servers:
     def warm_up(self) -> None:
         """Start the fork server in the background, if it does not run; also if it could not before."""
         with self._lock:
-            self._given_up = []
+            self._servers = [server for server in self._servers if not server.problem]
             self._server(Where.here())
             self.build_soon()
 
@@ -382,8 +373,7 @@ class Servers:
     def reaper(self, method: Method, where: Where | None = None) -> Reaper:
         """Return the reaper of a new launch there, from a running server.
 
-        Raises:
-            StartError: No server could be started, or this process may not open the files for it.
+        StartError: no server could be started, or this process may not open the files for it.
         """
         where = where or Where.here()
         with self._launching():
@@ -436,14 +426,7 @@ class Servers:
         """
         if method != "forkserver":
             return method
-        problem = self._problem(where or Where.here(), show)
-        if not problem:
-            return method
-        warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
-        return "spawn"
-
-    def _problem(self, where: Where, show: Callable[[str], None]) -> str:
-        """Return why ranks cannot be forked; empty if they can."""
+        where = where or Where.here()
 
         def find() -> ForkServer:
             with self._lock:
@@ -455,60 +438,40 @@ class Servers:
                 show(f"importing torch ({why}) …")
             return server
 
-        with self._lock:
-            for env, reason in self._given_up:
-                if env == where.read_at_import:
-                    return reason
         with self._launching():
             server, problem = self._ready(find)
-        if server.hello is not None:
-            return server.hello.problem
-        reason = f"{problem} (%reload_ext nblaunch tries again)"
-        with self._lock:
-            if self.has_place(server):  # else others have retired each: a later launch may fare better
-                self._given_up.append((where.read_at_import, reason))
-        return reason
+        problem = f"{problem} (%reload_ext nblaunch tries again)" if server.hello is None else server.hello.problem
+        if not problem:
+            return method
+        warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
+        return "spawn"
 
     def status(self) -> list[str]:
         with self._lock:
             here = Where.here().read_at_import
-            alive = [server for server in self._servers if server.alive()]
-            own = [server for server in alive if server.where.read_at_import == here]
-            lines = [self._status_of(own[0])] if own else [self._why_none()]
-            for server in alive:
-                if server not in own and server.is_plain:
-                    lines.append(f"for another environment (env=): {server.state()}")
-                elif not server.is_plain:
+            present = [server for server in self._servers if server.alive() or server.problem]
+            own = [server for server in present if server.where.read_at_import == here]
+            starter = "cell" if self._is_started else "launch"
+            lines = [own[0].described() if own else f"fork server: not running; the next {starter} starts it"]
+            for server in (each for each in present if not each.problem):
+                if not server.is_plain:
                     lines.append(f"with {_packages_in(server.ahead)} imported: {server.state()}")
+                elif server not in own:
+                    lines.append(f"for another environment (env=): {server.state()}")
             if self._building is not None:
                 lines.append(f"in preparation: a fork server that imports {_packages_in(self._building.ahead)} ahead")
             return lines + [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
-
-    def _why_none(self) -> str:
-        if self._given_up:
-            return f"fork server: not running; given up: {self._given_up[-1][1]}"
-        starter = "cell" if self._is_started else "launch"
-        return f"fork server: not running; the next {starter} starts it"
-
-    @staticmethod
-    def _status_of(server: ForkServer) -> str:
-        hello = server.hello
-        if hello is None:
-            return f"fork server: pid {server.process.pid}, importing {', '.join(server.preload)}"
-        state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
-        return f"fork server: {server.state()}, {state}"
 
     def stop(self) -> None:
         with self._lock:
             present = self.all()
             self._servers, self._retired, self._bare, self._building = [], [], None, None
-            self._last, self._given_up, self._named, self._left_out = [], [], {}, {}
+            self._last, self._named, self._left_out = [], {}, {}
             self._is_started = False
             for server in present:
                 server.stop()
 
     def all(self) -> list[ForkServer]:
-        """Return every server of this process, including one that is being built and those that are retired."""
         with self._lock:
             return [each for each in (self._building, self._bare, *self._servers, *self._retired) if each is not None]
 
@@ -519,10 +482,6 @@ class Servers:
             if method == "forkserver":
                 self._last = [*self._last[-1:], where]
                 return self._server(where)
-            best = self._best(where)
-            for server in [*([] if best is None else [best]), *self._servers]:
-                if server.hello is not None and not server.hello.problem:
-                    return server  # whatever it has imported: what it spawns reads its own environment
             if self._bare is None:
                 self._bare = ForkServer(())
             return self._bare
@@ -545,7 +504,6 @@ class Servers:
         return server
 
     def _best(self, where: Where) -> ForkServer | None:
-        """Return the server that has most imported, of those that launches there can use."""
         return max((each for each in self._servers if each.fits(where)), key=lambda each: len(each.ahead), default=None)
 
     def _collect(self) -> None:
@@ -558,7 +516,7 @@ class Servers:
                 _log.info("what is installed has changed: starting a new fork server")
                 self._left_out.clear()
                 self._retire(server)
-            elif not server.alive():
+            elif not (server.alive() or server.problem):  # a server that did not start stays, or launches would wait
                 self._is_started = self._is_started and server.hello is not None
                 self._retire(server)
 
@@ -591,10 +549,23 @@ class Servers:
                     self._builder = thread
 
     def _build(self) -> None:
-        """Build one server after the other, until nothing is missing."""
+        """Build one server after the other while no launch starts, until nothing is missing."""
         try:
-            while self._may_build():
-                self._build_one()
+            while True:
+                with self._lock:
+                    step = self._next_step()
+                    if step is None:
+                        self._builder = None  # a later request starts another thread
+                        return
+                    old, where, ahead = step
+                    pause = BUILD_QUIET_S - (0.0 if self._starting else time.monotonic() - self._started)
+                    new = ForkServer(_PRELOAD, where, ahead) if old.hello is not None and pause <= 0 else None
+                    self._building = new
+                if new is None:
+                    old.ready()
+                    time.sleep(max(0.05, pause))
+                else:
+                    self._finish(old, new)
         except (StartError, OSError):  # ranks import for themselves
             _log.info("no fork server was started in the background", exc_info=True)
         finally:
@@ -602,28 +573,8 @@ class Servers:
                 if self._builder is threading.current_thread():  # else another has begun
                     self._builder = self._building = None
 
-    def _may_build(self) -> bool:
-        """Wait until no launch starts. Return False if there is nothing to build."""
-        while True:
-            with self._lock:
-                quiet = 0.0 if self._starting else time.monotonic() - self._started
-                step = self._next_step()
-                if step is None:
-                    self._builder = None  # a later request starts another thread
-                    return False
-            old = step[0]
-            if old.hello is not None and quiet >= BUILD_QUIET_S:
-                return True
-            old.ready()
-            time.sleep(max(0.05, BUILD_QUIET_S - quiet))
-
-    def _build_one(self) -> None:
-        with self._lock:
-            step = self._next_step()
-            if step is None:
-                return
-            old, where, ahead = step
-            self._building = new = ForkServer(_PRELOAD, where, ahead)
+    def _finish(self, old: ForkServer, new: ForkServer) -> None:
+        """Wait for a server that is being built, and give it to launches in the place of the old one."""
         try:
             problem = new.ready().problem
         except StartError as error:
@@ -634,40 +585,33 @@ class Servers:
             self._building = None
             if problem:
                 new.stop()
-                for package in [new.package] if new.package else map(package_of, ahead):
+                for package in [new.package] if new.package else map(package_of, new.ahead):
                     self._left_out[package] = problem
             elif not self.has_place(old) or new.installed != installed_now():
                 self._retire(new)
-            else:
-                self._take_over(old, new)
-
-    def _take_over(self, old: ForkServer, new: ForkServer) -> None:
-        """Give the new server to launches. One without packages stays beside it: not all launches may use those."""
-        for server in list(self._servers):
-            if server is old if new.is_plain else not server.is_plain:
-                self._retire(server)
-        new.is_awaited = False
-        self._servers.append(new)
+            else:  # one without packages stays beside one that has some: not all launches may use those
+                for server in list(self._servers):
+                    if server is old if new.is_plain else not server.is_plain:
+                        self._retire(server)
+                new.is_awaited = False
+                self._servers.append(new)
 
     def _next_step(self) -> tuple[ForkServer, Where, list[str]] | None:
         """Return a server, and where the next one has to import what it lacks; None if nothing is missing."""
         last = self._last[-1] if self._last else Where.here()
         rich = [each for each in self._servers if not each.is_plain and last.is_like(each.where)]
         old = rich[0] if rich else self._best(last)  # also if a file of the notebook hides what it has
-        if old is None or (old.hello is not None and old.hello.problem):
+        if old is None or old.problem or (old.hello is not None and old.hello.problem):
             return None
+        is_sweep = not all(each.is_plain for each in self._servers) and not last.is_like(self._last[0])
+        packages = self._wanted() if self._last and not is_sweep else []  # else one would be built after every launch
         soon = _SOON if os.environ.get("NBLAUNCH_PRELOAD") != "0" else ()
-        packages = self._wanted() if self._last else []
-        if old.is_plain and not all(server.is_plain for server in self._servers) and not last.is_like(self._last[0]):
-            packages = []  # a sweep over environments would build one after every launch
         ahead = [name for name in (*soon, *packages) if package_of(name) not in self._left_out]
-        kept = [name for name in old.ahead if package_of(name) not in self._left_out]
         missing = set(map(package_of, ahead)) - set(map(package_of, old.ahead))  # libraries import more of their own
         missing |= self._named.keys() & set(ahead) - set(old.ahead)
-        return (old, last, list(dict.fromkeys((*kept, *ahead)))) if missing else None
+        return (old, last, ahead) if missing else None
 
     def _wanted(self) -> list[str]:
-        """Return the modules that the notebook has imported or the user has named."""
         packages = set(map(package_of, self._named))
         if os.environ.get("NBLAUNCH_PRELOAD") != "0":
             packages |= KNOWN_SAFE

@@ -73,13 +73,15 @@ def _imported(channel: Channel, preload: Sequence[str], ahead: Sequence[str], cw
     try:
         for name in preload:
             importlib.import_module(name)
-            process_group.install()  # before any module can bind torch's own init_process_group
+            if "torch" in sys.modules:
+                process_group.install()  # before any module can bind torch's own init_process_group
         problem = fork_problem()
         if ahead and not problem:
             present = set(map(package_of, sys.modules))
             package, problem = _import_ahead(channel, ahead, cwd)
             packages = frozenset(map(package_of, sys.modules.copy())) - present
-        worker.prepare()
+        if "torch" in sys.modules:  # else it only starts fresh interpreters
+            worker.prepare()
     except BaseException:  # noqa: BLE001  # an import may call sys.exit
         problem = problem or f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
     gc.freeze()  # else a collection would write to every page that ranks share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import resource
@@ -23,7 +22,6 @@ from nblaunch.engines.fork_servers import ForkServer, Servers, Where
 from nblaunch.machine.packages import installed_path
 from nblaunch.machine.processes import descendants
 from tests.conftest import LONG, eventually
-from tests.processes.conftest import Launcher
 from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
 
 HANGS = "import time\ntime.sleep(600)\n"
@@ -107,35 +105,27 @@ def test_the_first_optimizers_imports_are_there_soon(own: Servers) -> None:
     assert launched(modules, *names) == [names] * 2
 
 
-def test_its_imports_read_the_environment_of_the_launch(own: Servers) -> None:
-    def sympys_own() -> tuple[bool, str]:
-        there = "sympy" in sys.modules
-        return there, importlib.import_module("sympy.core.cache").USE_CACHE
-
-    found = []
-    for _ in range(2):
-        env = {"SYMPY_USE_CACHE": "no"}
-        result = notebook_launcher(sympys_own, (), 1, start_method="forkserver", view="none", env=env)
-        assert isinstance(result, LaunchResult)
-        found += list(result)
-        eventually(lambda: has_built(own), LONG, own.status)
-    assert found == [(False, "no"), (True, "no")]
-
-
 def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
+    """Nor blames it, if the other one is killed; and it ends with the others."""
     soon(HANGS)
     launched(os.getpid)
-    hanging, served = being_built(own), own._servers
-    for _ in range(3):
-        assert launched(os.getpid)
-    assert own._building is hanging
-    assert own._servers == served
-    assert served[0].launches == 4
+    hanging, (served,) = being_built(own), own._servers
+    assert launched(os.getpid)
+    assert own._servers == [served]
+    assert served.launches == 2
     assert own.status()[-1] == "in preparation: a fork server that imports imported_soon ahead"
+    os.kill(served.process.pid, signal.SIGKILL)
+    eventually(lambda: not served.alive())
+    assert launched(os.getpid)
+    assert own._building is hanging
+    own.stop()
+    assert not hanging.alive()
+    eventually(lambda: has_built(own))
+    assert not own._left_out
 
 
 def test_a_launch_outlives_the_server_that_started_it(
-    own: Servers, soon: Callable[[str], None], tmp_path: Path
+    own: Servers, soon: Callable[[str], None], many_files: None, tmp_path: Path
 ) -> None:
     go_on = tmp_path / "go_on"
     soon(f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n")
@@ -152,24 +142,16 @@ def test_a_launch_outlives_the_server_that_started_it(
     (first,) = own._servers
     go_on.touch()
     eventually(lambda: first not in own._servers)
+    assert own._servers[-1].channel.fileno() >= 1024
     assert launched(os.getpid)
     assert first.alive()
     (tmp_path / "leave").touch()
     assert list(running.result()) == ["returned"] * 2
     eventually(lambda: not first.alive())
-    assert launched(os.getpid)
 
 
-def test_a_kernel_with_more_than_a_thousand_open_files_launches(
-    own: Servers, many_files: None, launch: Launcher
-) -> None:
-    assert len(launch(os.getpid)) == 2
-    assert own.all()[-1].channel.fileno() >= 1024
-    eventually(lambda: has_built(own), LONG, own.status)
-    assert len(launch(os.getpid)) == 2
-
-
-def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
+def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_servers, "_PRELOAD", ())
     own.warm_up()
     (server,) = own._servers
     own.give_up(server)
@@ -181,48 +163,19 @@ def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
     assert own._retired == [server]
 
 
-# ------------------------------------------------------------------ its end
-def test_a_server_killed_while_the_next_is_built_is_to_blame(own: Servers, soon: Callable[[str], None]) -> None:
-    soon(HANGS)
-    own.warm_up()
-    hanging = being_built(own)
-    os.kill(own._servers[0].process.pid, signal.SIGKILL)
-    eventually(lambda: not own._servers[0].alive())
-    assert launched(os.getpid)
-    assert own._building is hanging
-    assert not own._left_out
-
-
-def test_stop_ends_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
-    soon(HANGS)
-    own.warm_up()
-    hanging = being_built(own)
-    own.stop()
-    assert not hanging.alive()
-    eventually(lambda: has_built(own))
-    assert not own._left_out
-    assert launched(os.getpid)
-
-
 # ------------------------------------------------------------------ the kernel's end
-STAGES = ("first with the second in the making", "second")
-
-
-def be_a_kernel(stage: str, folder: str) -> None:
-    """In a separate process: reach `stage`, write the pids, and wait to be killed."""
+def be_a_kernel(folder: str) -> None:
+    """In a separate process: launch while a second server is in the making, write the pids, and wait to be killed."""
     site = Path(folder, "site-packages")
     site.mkdir()
     (site / "hangs.py").write_text(HANGS)
-    (site / "fine.py").write_text("")
     sys.path.insert(0, str(site))
     servers = fork_servers.servers
     fork_servers.BUILD_QUIET_S = 0.0
+    fork_servers._SOON = ()
     servers.warm_up()
-    servers.preload(["hangs" if stage == STAGES[0] else "fine"], Where.here())
-    if stage == STAGES[0]:
-        being_built(servers)
-    else:
-        eventually(lambda: any(not server.is_plain for server in servers._servers))
+    servers.preload(["hangs"], Where.here())
+    being_built(servers)
     launch: Any = notebook_launcher(time.sleep, (600,), 2, start_method="forkserver", view="none", block=False)
     assert not launch.done
     eventually(lambda: sum(len(descendants(server.process.pid)) for server in servers.all()) >= 3)
@@ -233,10 +186,9 @@ def be_a_kernel(stage: str, folder: str) -> None:
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_nothing_survives_the_kernel_at_any_stage(stage: str, tmp_path: Path) -> None:
+def test_nothing_survives_the_kernel_while_a_server_is_built(tmp_path: Path) -> None:
     code = "import sys; from tests.processes.test_fresh_servers import be_a_kernel; be_a_kernel(*sys.argv[1:])"
-    kernel = subprocess.Popen([sys.executable, "-c", code, stage, str(tmp_path)])
+    kernel = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     try:
         eventually(lambda: (tmp_path / "pids").exists() or kernel.poll() is not None)
         pids = json.loads((tmp_path / "pids").read_text())
