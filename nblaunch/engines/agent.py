@@ -137,7 +137,6 @@ class AgentFiles:
         self._made = 0
 
     def directory(self, log_dir: str) -> Path:
-        """Return the directory here that stands for one of the kernel's."""
         if log_dir not in self._directories:
             self._made += 1
             made = self.root / str(self._made)
@@ -327,7 +326,6 @@ class AgentGroup:
 
     # -------------------------------------------------------------- to the kernel
     def step(self, now: float) -> None:
-        """Send on what the ranks have done."""
         if not self.has_started or self.is_over:
             return
         for event in self.workers.wait(0.0):
@@ -458,7 +456,6 @@ class Agent:
 
     # -------------------------------------------------------------- the loop
     def run(self) -> None:
-        """Serve the kernel until the connection ends."""
         threading.Thread(target=self._watch_connection, name="nblaunch-watch", daemon=True).start()
         self._join()
         while not self._is_leaving:

@@ -61,11 +61,6 @@ class CommandStarter:
         """What `problem` has returned the reason of."""
 
     def run(self, commands: Sequence[Command], boot: Boot, env: Mapping[str, str] | None = None) -> None:
-        """Start the commands. Their agents read `boot` from stdin.
-
-        Raises:
-            StartError: One cannot be started.
-        """
         try:
             for command in commands:
                 errors = tempfile.TemporaryFile()
@@ -91,7 +86,6 @@ class CommandStarter:
             raise
 
     def problem(self) -> str:
-        """Return what the first command that has exited said; empty if all run."""
         for command, process, errors in self._running:
             status = process.poll()
             if status is not None:
@@ -100,7 +94,6 @@ class CommandStarter:
         return ""
 
     def reason(self, name: str, status: int, said: str) -> str:
-        """Return why a command has exited, and what to do."""
         python, details = python_on_nodes(), f": {said}" if said else ""
         if status in (126, 127) or f"{python}: No such file or directory" in said:  # srun exits with 2
             return (

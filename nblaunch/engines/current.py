@@ -6,7 +6,7 @@ import atexit
 import os
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
@@ -28,8 +28,7 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
 
     `name` begins with one of `KINDS`, with its own options behind it. Without `num_nodes` the engine decides.
 
-    Raises:
-        ArgumentError: There is no such engine, or it cannot have that many nodes.
+    ArgumentError: there is no such engine, or it cannot have that many nodes.
     """
     count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
     kind, words = _kind_of(name)
@@ -54,14 +53,12 @@ class JobRequest:
     kind: str
     nodes: int
     options: tuple[tuple[str, ...], ...] = ()
-    left_out: tuple[tuple[str, ...], ...] = ()
 
 
 def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
     """Return what a job file needs of the engine; its job may have more nodes. Nothing is started or held.
 
-    Raises:
-        ArgumentError: There is no such engine, or an option is invalid.
+    ArgumentError: there is no such engine, or an option is invalid.
     """
     count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
     kind, words = _kind_of(name)
@@ -75,8 +72,7 @@ def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
         return JobRequest(kind, nodes)
     from nblaunch.engines.slurm import options_of
 
-    options, left_out = options_of(words)
-    return JobRequest(kind, nodes, tuple(options), tuple(left_out))
+    return JobRequest(kind, nodes, tuple(options_of(words)))
 
 
 def _in_several_nodes() -> bool:
@@ -103,15 +99,11 @@ def _kind_of(name: Any) -> tuple[str, list[str]]:
 
 
 def _of_nodes(said: str, starter: Starter) -> Engine:
-    """Return the engine for these words and number of nodes: one that holds as many, or a new one."""
-    from nblaunch.engines.node_engine import FirstNodes, NodeEngine
+    """Return the engine for these words and number of nodes: the one that is held, or a new one."""
+    from nblaunch.engines.node_engine import NodeEngine
 
     for key, other in list(_held.items()):
-        if key[0] != said or not isinstance(other, NodeEngine):
-            continue
-        if other.size > starter.count:
-            return cast("Engine", FirstNodes(other, starter.count))
-        if 0 < other.size < starter.count and not other.is_busy:
+        if key[0] == said and key[1] != starter.count and isinstance(other, NodeEngine) and not other.is_busy:
             _held.pop(key).stop()  # its nodes may be those that are asked for
     if not _held:
         atexit.register(release)  # at once: agents alone notice the end of this process later
@@ -133,7 +125,6 @@ def _starter(kind: str, words: list[str], count: int | None) -> Starter:
 
 
 def status() -> list[str]:
-    """Return the lines of ``%distributed status`` about all engines."""
     return [*engine.status(), *(line for each in held() for line in each.status())]
 
 
@@ -151,6 +142,5 @@ def release() -> list[str]:
 
 
 def stop() -> None:
-    """Kill every process of every engine, with the ranks that still run."""
     release()
     engine.stop()

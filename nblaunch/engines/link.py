@@ -119,7 +119,6 @@ class Outbox:
         lanes.setdefault(lane, deque()).append((iter(messages), on_error))
 
     def drop(self, lane: str) -> None:
-        """Forget what a lane holds."""
         self._first.pop(lane, None)
         self._lanes.pop(lane, None)
 
@@ -216,7 +215,6 @@ class BlobStore:
         return True
 
     def descriptor(self, key: str) -> int:
-        """Return the descriptor of a complete blob, which stays the store's."""
         return self._complete[key]
 
     def take(self, key: str) -> int:
@@ -231,7 +229,6 @@ class BlobStore:
                 self._arriving.pop(key).draft.close()
 
     def drop_of(self, prefix: str) -> None:
-        """Forget the blobs whose keys begin so."""
         self.drop([key for key in (*self._complete, *self._arriving, *self.lost) if key.startswith(prefix)])
 
     def close(self) -> None:
@@ -428,7 +425,6 @@ class Link:
 # ------------------------------------------------------------------ credentials and versions
 # munge, https://github.com/dun/munge, encrypts with a key that all machines of a cluster share, for one reader.
 def has_munge() -> bool:
-    """Return True if this machine makes credentials."""
     return shutil.which("munge") is not None and _program(["munge", "--no-input", "--no-output"], "") is not None
 
 
@@ -459,7 +455,6 @@ def _program(command: list[str], text: str) -> str | None:
 
 
 def versions_here() -> Versions:
-    """Return the versions of this process, which must be the same on every node."""
     python = ".".join(map(str, sys.version_info[:2]))
     packages = _version_of("torch"), _version_of("cloudpickle")
     return Versions(LINK_PROTOCOL, _version_of("nblaunch"), python, *packages, host=socket.gethostname())

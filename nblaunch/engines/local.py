@@ -38,7 +38,7 @@ from nblaunch.engines.protocol import (
     Stream,
     Wakeup,
 )
-from nblaunch.engines.rank_files import LogFile, OutputFile, StackFile
+from nblaunch.engines.rank_files import LogFile, StackFile
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import named_resources, timeouts
 from nblaunch.machine.inventory import LOOPBACK, Machine, has_used_cuda, this_machine, this_process
@@ -120,19 +120,13 @@ class LocalEngine:
         return LocalWorkers(order, reaper, wakeup)
 
     def warm_up(self) -> None:
-        """Start the fork server in the background.
-
-        Raises:
-            StartError: The system refuses.
-        """
         if self._is_linux:
             servers.warm_up()
 
     def refresh(self) -> None:
         """Replace a fork server that is out of date. Called after each cell.
 
-        Raises:
-            StartError: The system refuses; the next launch tries again.
+        StartError: the system refuses; the next launch tries again.
         """
         servers.refresh()
 
@@ -144,7 +138,6 @@ class LocalEngine:
         return servers.status()
 
     def stop(self) -> None:
-        """Kill every fork server."""
         servers.stop()
 
 
@@ -232,8 +225,8 @@ class LocalWorker:
         channel: Channel,
         log_dir: Path,
         reaper: Callable[[object], None],
-        drops: DropTable | None,
-        collectives: CollectiveTable | None,
+        drops: DropTable,
+        collectives: CollectiveTable,
         is_kept: bool,
     ) -> None:
         self.rank = rank
@@ -261,16 +254,13 @@ class LocalWorker:
         self.tell(Free(task))
 
     def tell(self, message: object) -> None:
-        """Send a message to the reading thread."""
         if not self.is_shut:
             with contextlib.suppress(OSError):  # already exited; RankExited will report it
                 self.channel.send(message)
 
     def turn_to(self, log_dir: str) -> None:
-        """Follow another task's files."""
         self.log_dir = Path(log_dir)
-        if self._drops is not None:
-            self._drops.clear(self.rank)
+        self._drops.clear(self.rank)
 
     def shut(self) -> None:
         """Send no more messages: the rank reads EOF."""
@@ -284,14 +274,14 @@ class LocalWorker:
     def log(self, stream: Stream) -> LogFile:
         return LogFile(rank_file(self.log_dir, self.rank, stream))
 
-    def output(self, key: str, mime: str) -> OutputFile:
-        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+    def output(self, key: str, mime: str) -> Path:
+        return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
 
     def dropped(self) -> Dropped:
-        return self._drops.read(self.rank) if self._drops is not None else Dropped()
+        return self._drops.read(self.rank)
 
     def collectives(self) -> Sequence[Begun]:
-        return self._collectives.read(self.rank) if self._collectives is not None else ()
+        return self._collectives.read(self.rank)
 
 
 # ------------------------------------------------------------------ the ranks of a group
@@ -304,8 +294,6 @@ class LocalWorkers:
     def __init__(self, order: Order, reaper: Reaper, wakeup: Wakeup) -> None:
         self.has_begun = False
         self.is_kept = order.is_kept
-        self.drops: DropTable | None = None
-        self.collectives: CollectiveTable | None = None
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
         self._reaper_pidfd: int | None = None
@@ -343,17 +331,13 @@ class LocalWorkers:
             self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)  # first: an interrupt may follow
             self._opened.callback(named_resources.remove_created, self._scratch)  # before that: the reaper may be dead
             os.mkdir(self._scratch, 0o700)
+            self._drops = DropTable(self._scratch, self._order.world_size)
+            self._opened.callback(self._drops.close)
+            self._collectives = CollectiveTable(self._scratch, self._order.world_size)
+            self._opened.callback(self._collectives.close)
         except OSError as error:
             hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
             raise StartError(f"cannot create temporary files for the ranks: {error}{hint}") from error
-        try:
-            self.drops = DropTable(self._scratch, self._order.world_size)
-        except OSError as error:
-            _log.warning("nblaunch: output that ranks cannot write will not be counted: %s", error)
-        try:
-            self.collectives = CollectiveTable(self._scratch, self._order.world_size)
-        except OSError as error:
-            _log.warning("nblaunch: nothing will explain why ranks wait in a collective: %s", error)
         self._watch(self._control, self._read_control)
         self._watch(self._wakeup, self._wakeup.clear)
         try:
@@ -365,8 +349,7 @@ class LocalWorkers:
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> LocalWorker:
         old = self._workers[rank]
-        if self.collectives is not None:
-            self.collectives.clear(rank)
+        self._collectives.clear(rank)
         self._unwatch(old.channel)
         old.channel.close()
         rank_file(self._order.log_dir, rank, "stacks").unlink(missing_ok=True)  # until the new process can answer
@@ -382,7 +365,7 @@ class LocalWorkers:
 
     def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
         channel, there = channel_pair()
-        tables = self.drops, self.collectives
+        tables = self._drops, self._collectives
         worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.send_to_reaper, *tables, self.is_kept)
         self._workers[rank] = worker
         spec = self._spec(rank, env)
@@ -574,9 +557,6 @@ class LocalWorkers:
         for event in self._take_events():
             if isinstance(event, Received):
                 event.parcel.close()
-        for table in (self.drops, self.collectives):
-            if table is not None:
-                table.close()
         for worker in self._workers.values():
             worker.channel.close()
         self._control.close()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from nblaunch.engines.nodes import Nodes, NodeWorkers
 from nblaunch.engines.protocol import GivenUpError, Wakeup
@@ -50,16 +50,11 @@ class Starter(Protocol):
 
         `check` is called now and then if it takes long; what it raises ends the wait.
 
-        Raises:
-            StartError: It cannot be used.
+        StartError: it cannot be used.
         """
 
     def start(self, boot: Boot) -> None:
-        """Start the agents, without waiting for them.
-
-        Raises:
-            StartError: It cannot be used.
-        """
+        """Start the agents, without waiting for them. StartError: it cannot be used."""
 
     def state(self) -> str:
         """Return what it waits for, such as a job in a queue; empty: for the agents."""
@@ -86,12 +81,9 @@ class NodeEngine:
         self._owner = os.getpid()
 
     @property
-    def size(self) -> int:
-        return 0 if self._nodes is None else len(self._nodes.joined)
-
-    @property
     def is_busy(self) -> bool:
-        return self._nodes is not None and bool(self._nodes.groups)
+        """Return True if a launch runs on the nodes, or waits for them."""
+        return self._lock.locked() or (self._nodes is not None and bool(self._nodes.groups))
 
     # -------------------------------------------------------------- the nodes
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
@@ -218,20 +210,6 @@ class NodeEngine:
                     self._release()
                 finally:
                     self._lock.release()
-
-
-class FirstNodes:
-    """An engine of the first nodes that another one holds; the other does all but count them."""
-
-    def __init__(self, engine: NodeEngine, count: int) -> None:
-        self._engine, self._count = engine, count
-
-    def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
-        """Return the first nodes."""
-        return self._engine.machines(show, give_up)[: self._count]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 def changed_variables() -> dict[str, str]:

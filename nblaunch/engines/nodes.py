@@ -55,7 +55,7 @@ from nblaunch.engines.protocol import (
     Stream,
     Wakeup,
 )
-from nblaunch.engines.rank_files import LogFile, OutputFile
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
@@ -271,7 +271,7 @@ class Nodes:
         elif isinstance(message, Leaving):
             node.leaving = message.reason
             for group in list(self.groups.values()):
-                group.warn(f"{node.machine.name}: {message.reason}")
+                group.add(NodeLeaving(f"{node.machine.name}: {message.reason}"))
         else:
             workers = self.groups.get(message.group)  # type: ignore[attr-defined]  # every other message has one
             if workers is not None:
@@ -401,8 +401,8 @@ class NodeWorker:
     def log(self, stream: Stream) -> LogFile:
         return LogFile(rank_file(self.log_dir, self.rank, stream))
 
-    def output(self, key: str, mime: str) -> OutputFile:
-        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+    def output(self, key: str, mime: str) -> Path:
+        return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
 
     def dropped(self) -> Dropped:
         return self.counted[0]
@@ -528,14 +528,14 @@ class NodeWorkers:
         for node, ranks in self._ranks:
             if node.index in self._over:
                 continue
-            build = partial(self._task_call, [by_rank[rank] for rank in ranks])
+            own = [by_rank[rank] for rank in ranks]
+            build = partial(self._task_call, own)
             self._nodes.send_data(node, self._name, parcel, build, partial(self._fail, node))
 
     def _task_call(self, tasks: Sequence[Task], blobs: Sequence[Blob]) -> Call:
         return Call(self._name, "send_tasks", [tasks, blobs])
 
     def _send(self, node: Node, message: ToGroup) -> None:
-        """Send an urgent message."""
         self._nodes.link.send(node.peer, message)
 
     def _call(
@@ -550,7 +550,7 @@ class NodeWorkers:
 
     def _fail(self, node: Node, reason: str) -> None:
         """Report that a node does not get the task. In the thread of the link."""
-        self._add(NotStarted(-1, f"the task could not be sent to {node.machine.name}: {reason}"))
+        self.add(NotStarted(-1, f"the task could not be sent to {node.machine.name}: {reason}"))
 
     def let_go(self, ranks: Collection[int]) -> None:
         for node, own in self._ranks:
@@ -572,7 +572,7 @@ class NodeWorkers:
         while self._events:
             yield self._events.popleft()
 
-    def _add(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         with self._changed:
             is_wanted = not self._is_closed
             if is_wanted:
@@ -633,22 +633,22 @@ class NodeWorkers:
     def _take_from_rank(self, message: FromRank) -> None:
         inner = in_other_clock(message.message)
         if message.lost:
-            self._add(LostDescriptors(message.rank, inner, OSError(message.lost)))
+            self.add(LostDescriptors(message.rank, inner, OSError(message.lost)))
             return
         try:
-            self._add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
+            self.add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
         except OSError as error:
-            self._add(LostDescriptors(message.rank, inner, error))
+            self.add(LostDescriptors(message.rank, inner, error))
 
     def _take_event(self, node: int, event: object) -> None:
         if isinstance(event, (RankStarted, NotStarted)):
             if isinstance(event, NotStarted):
                 self._nodes.forget_data(self._used[node], self._name)
-            self._add(event)
+            self.add(event)
         elif isinstance(event, RankExited):
             self._workers[event.rank].has_exited = True
             self._workers[event.rank].is_open = False
-            self._add(in_other_clock(event))
+            self.add(in_other_clock(event))
         elif isinstance(event, Swept):
             self._stuck += event.stuck
             self._end(node)
@@ -666,9 +666,6 @@ class NodeWorkers:
         with self._changed:
             self._changed.notify_all()
 
-    def warn(self, reason: str) -> None:
-        self._add(NodeLeaving(reason))
-
     def _exit_all(self, node: int, reason: str, since: float) -> None:
         """Report the exit of every rank of a node at its last sign of life: before the errors that follow from it."""
         ranks = self._order.ranks[node]
@@ -678,12 +675,12 @@ class NodeWorkers:
             worker = self._workers.get(rank)
             if worker is not None and not worker.has_exited:
                 worker.has_exited, worker.is_open = True, False
-                self._add(RankExited(rank, -signal.SIGKILL, int(since * 1e9), lost=said))
+                self.add(RankExited(rank, -signal.SIGKILL, int(since * 1e9), lost=said))
 
     def _end(self, node: int) -> None:
         self._over.add(node)
         if len(self._over) == len(self._used):
-            self._add(Swept(tuple(self._stuck)))
+            self.add(Swept(tuple(self._stuck)))
 
     # -------------------------------------------------------------- usage
     def sampler(self, device: str, env: Mapping[str, str]) -> NodeSampler:

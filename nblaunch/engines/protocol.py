@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.errors import StartError
@@ -38,17 +39,6 @@ class Log(Protocol):
 
     def read(self, start: int, end: int) -> bytes:
         """Return these bytes; fewer if the log was truncated meanwhile, none if it was removed."""
-
-
-class Body(Protocol):
-    """The body of something that a rank has displayed. Thread-safe, and readable after the group is closed."""
-
-    @property
-    def name(self) -> str:
-        """The location of the body, for messages to the user."""
-
-    def read(self) -> bytes | None:
-        """Return the body; None if it was removed."""
 
 
 class StackDumps(Protocol):
@@ -103,8 +93,8 @@ class Worker(Protocol):
     def log(self, stream: Stream) -> Log:
         """Return one stream of what the rank writes in its present task."""
 
-    def output(self, key: str, mime: str) -> Body:
-        """Return the body that a record of the rank's present task refers to, by the record's key and type."""
+    def output(self, key: str, mime: str) -> Path:
+        """Return the file with the body that a record of the present task names by key and type. It may be removed."""
 
     def dropped(self) -> Dropped:
         """Return the output that the rank could not write so far."""
@@ -236,24 +226,14 @@ class Workers(Protocol):
     def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
         """Serve the TCPStore of the ranks until `close`.
 
-        Raises:
-            StartError: The system refuses.
-            GivenUpError: `give_up` has returned True while other machines were awaited.
+        StartError: the system refuses. GivenUpError: `give_up` has returned True while other machines were awaited.
         """
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
-        """Start every rank; `environment` returns the variables of a rank.
-
-        Raises:
-            StartError: The system refuses.
-        """
+        """Start every rank; `environment` returns the variables of a rank. StartError: the system refuses."""
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> Worker:
-        """Start a kept rank again that has exited.
-
-        Raises:
-            StartError: The system refuses.
-        """
+        """Start a kept rank again that has exited. StartError: the system refuses."""
 
     def listen_to(self, wakeup: Wakeup) -> None:
         """Let another wakeup end `wait`."""
@@ -300,9 +280,7 @@ class Engine(Protocol):
 
         `show` gets what is awaited, such as a job in a queue.
 
-        Raises:
-            StartError: A node cannot be used.
-            GivenUpError: `give_up` has returned True; what was started has been ended.
+        StartError: a node cannot be used. GivenUpError: `give_up` has returned True; what was started has been ended.
         """
 
     @property
@@ -326,19 +304,14 @@ class Engine(Protocol):
         If ranks cannot be started that way, warn and return a substitute. `cuda_cell` returns the cell that started
         CUDA in the notebook; `show` gets what is awaited, if that takes time.
 
-        Raises:
-            StartError: There is no substitute.
+        StartError: there is no substitute.
         """
 
     def shares_memory(self, method: str) -> bool:
         """Return True if ranks inherit the notebook's memory, so that no payload is sent."""
 
     def place(self, order: Order, wakeup: Wakeup) -> Workers:
-        """Get the processes that start the ranks of a group. The caller closes them.
-
-        Raises:
-            StartError: There are none.
-        """
+        """Get the processes that start the ranks of a group. The caller closes them. StartError: there are none."""
 
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
         """Import modules in the background, ahead of later launches in the environment of the last one.

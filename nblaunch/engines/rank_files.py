@@ -1,11 +1,10 @@
-"""The files that a rank of this machine writes, as the kernel reads them: logs, bodies of displays, and stacks."""
+"""The files that a rank of this machine writes, as the kernel reads them: logs and stacks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead
@@ -44,23 +43,6 @@ class LogFile:
             finally:
                 os.close(fd)
         return b"".join(blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """The body of something that a rank has displayed. An `engines.protocol.Body`."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
-    def read(self) -> bytes | None:
-        try:
-            return self.path.read_bytes()
-        except OSError:  # pruned, or replaced meanwhile
-            return None
 
 
 class StackFile:
@@ -131,7 +113,6 @@ class StackFile:
         return not self._is_owing
 
     def _read_head(self) -> bool:
-        """Read the signal and the pipe that ask the rank; return True if the file exists."""
         try:
             with open(self._path, "rb") as file:
                 line = file.readline()

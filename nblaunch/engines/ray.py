@@ -11,6 +11,7 @@ it is killed, Ray frees them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -51,8 +52,6 @@ class RayRequest:
     """Of each agent; None: as many as `count` agents can have."""
     resources: Mapping[str, float]
     """Others, of each agent."""
-    pack: bool
-    """Whether several agents may share a node."""
     python: str
     """What runs agents; empty: the Python of Ray's workers."""
 
@@ -74,13 +73,11 @@ class RayStarter:
     Args:
         words: ``--address ADDRESS``: the cluster; default: the one that the notebook has connected to with
             ``ray.init``, else ``RAY_ADDRESS``, else the one that this machine is a node of. What each node reserves:
-            ``--num-gpus N``, by default as many as `num_nodes` nodes have (with ``--pack``: can share);
-            ``--num-cpus N``, by default 1, because ranks use every CPU of the node anyway; ``--resources JSON``, such
-            as ``{"TPU": 4}``. ``--pack``: several agents may share a node.
+            ``--num-gpus N``, by default as many as `num_nodes` nodes have; ``--num-cpus N``, by default 1, because
+            ranks use every CPU of the node anyway; ``--resources JSON``, such as ``{"TPU": 4}``.
         num_nodes: The number of nodes. Default: 1.
 
-    Raises:
-        ArgumentError: An option is not known, or its value is wrong.
+    ArgumentError: an option is not known, or its value is wrong.
     """
 
     proof: Proof = ""
@@ -189,36 +186,29 @@ class RayStarter:
 
 
 def _request_of(words: Sequence[str], count: int) -> RayRequest:
-    engine = f"engine={shlex.join(['ray', *words])!r}"
-    values: dict[str, Any] = {"--address": "", "--num-cpus": 1, "--num-gpus": None, "--resources": {}, "--pack": False}
-    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while rest:
-        option = rest.pop(0)
-        if option not in values:
-            raise ArgumentError(f"{engine}: {option!r} is none of {', '.join(values)}")
-        if option == "--pack":
-            values[option] = True
-        elif not rest:
-            raise ArgumentError(f"{engine}: {option} needs a value")
-        else:
-            values[option] = _value_of(engine, option, rest.pop(0))
-    address, cpus, gpus, resources, pack = values.values()
-    return RayRequest(address, count, cpus, gpus, resources, pack, os.environ.get("NBLAUNCH_PYTHON", ""))
+    def refuse(message: str) -> NoReturn:
+        raise ArgumentError(f"engine={shlex.join(['ray', *words])!r}: {message}")
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.add_argument("--address", default="")
+    parser.add_argument("--num-cpus", type=_number, default=1)
+    parser.add_argument("--num-gpus", type=_number)
+    parser.add_argument("--resources", type=_resources, default={})
+    return RayRequest(count=count, python=os.environ.get("NBLAUNCH_PYTHON", ""), **vars(parser.parse_args(words)))
 
 
-def _value_of(engine: str, option: str, text: str) -> Any:
-    if option == "--address":
-        return text
+def _number(text: str) -> float:
+    if (number := float(text)) < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return number
+
+
+def _resources(text: str) -> dict[str, float]:
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    numbers = value.values() if isinstance(value, dict) else [value]
-    is_right = isinstance(value, dict) == (option == "--resources")
-    if not is_right or not all(type(number) in (int, float) and number >= 0 for number in numbers):
-        must = "a JSON object of numbers, as in '{\"TPU\": 4}'" if option == "--resources" else "a number"
-        raise ArgumentError(f"{engine}: {option} must be {must}")
-    return value
+        return {name: float(most) for name, most in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise argparse.ArgumentTypeError("must be a JSON object of numbers, as in '{\"TPU\": 4}'") from None
 
 
 def _address_of_notebook() -> str:
@@ -329,10 +319,9 @@ class Driver:
         request = self.request
         if request.num_gpus is None:
             counts = [int(node["Resources"].get("GPU", 0)) for node in self._nodes()]
-            self.request = request = replace(request, num_gpus=most_gpus(counts, request.count, pack=request.pack))
+            self.request = request = replace(request, num_gpus=most_gpus(counts, request.count))
         made: Any = ray.remote(AgentActor)
-        strategy = "PACK" if request.pack else "STRICT_SPREAD"
-        self._group = placement_group([_bundle(request)] * request.count, strategy=strategy)
+        self._group = placement_group([_bundle(request)] * request.count, strategy="STRICT_SPREAD")
         line = json.dumps(asdict(boot)) + "\n"  # the kernel numbers nodes by name: the order of bundles is Ray's
         for number in range(request.count):
             options = {
@@ -362,7 +351,7 @@ class Driver:
         free = ray.available_resources()
         units = [_amount(free.get(name, 0), name) for name in bundle]
         asked = " and ".join(_amount(most, name) for name, most in bundle.items())
-        nodes = "1 node" if count == 1 else f"{count} {'agents' if self.request.pack else 'nodes'}"
+        nodes = "1 node" if count == 1 else f"{count} nodes"
         return (
             f"ray: waiting for {nodes} with {asked}{' each' if count > 1 else ''}; the cluster has "
             f"{len(fit)} such node{'s' * (len(fit) != 1)}, and in all {' and '.join(units)} free"
@@ -392,18 +381,9 @@ class Driver:
         ray.shutdown()
 
 
-def most_gpus(counts: Sequence[int], agents: int, *, pack: bool) -> int:
-    """Return the most GPUs that each agent can have.
-
-    Args:
-        counts: The GPUs of each node of the cluster.
-        agents: The number of agents.
-        pack: Whether agents may share a node.
-    """
-    for each in range(max(counts, default=0), 0, -1):
-        if sum(count // each if pack else count >= each for count in counts) >= agents:
-            return each
-    return 0
+def most_gpus(counts: Sequence[int], agents: int) -> int:
+    """Return the most GPUs that each of so many agents can have, each on a node of its own of these."""
+    return sorted(counts, reverse=True)[agents - 1] if agents <= len(counts) else 0
 
 
 def _bundle(request: RayRequest) -> dict[str, float]:
@@ -416,7 +396,6 @@ def _amount(number: float, name: str) -> str:
 
 
 def main() -> NoReturn:
-    """Run the driver until its end; the process's main function."""
     parent, line = os.getppid(), b""
     while not line.endswith(b"\n"):
         read = os.read(0, 1)  # not what follows: that is for `select`

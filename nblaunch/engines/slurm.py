@@ -23,15 +23,6 @@ from nblaunch.wire.link_messages import Boot
 
 _OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
 """Options of srun that are not the user's."""
-_STEP_ONLY = (
-    *("--accel-bind", "--async", "--bcast", "--bcast-exclude", "--compress", "--cpu-bind", "--disable-status", "-X"),
-    *("--epilog", "--exact", "--external-launcher", "--het-group", "--immediate", "-I", "--interactive", "--jobid"),
-    *("--label", "-l", "--mpi", "--msg-timeout", "--multi-prog", "--no-allocate", "-Z", "--overlap", "-E"),
-    *("--preserve-env", "--prolog", "--pty", "--quit-on-interrupt", "--relative", "-r", "--resv-ports", "--send-libs"),
-    *("--slurmd-debug", "--task-epilog", "--task-prolog", "--threads", "-T", "--treewidth", "--unbuffered", "-u"),
-    *("--wait", "-W", "--whole"),
-)
-"""Options of srun that sbatch does not have, or has with another meaning."""
 _PROGRAMS = ("srun", "squeue", "scontrol")
 _MAX_ASKED = 16
 """Nodes of a large cluster whose addresses are looked at."""
@@ -46,8 +37,7 @@ class SlurmStarter(CommandStarter):
         words: Options of srun, such as ``--partition=gpu``, ``--time=1:00:00``, ``--gres=gpu:4``, ``--account=me``.
         num_nodes: The number of nodes. Default: all of the allocation that the notebook is in, else 1.
 
-    Raises:
-        ArgumentError: An option is not the user's.
+    ArgumentError: an option is not the user's.
     """
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
@@ -100,17 +90,9 @@ class SlurmStarter(CommandStarter):
                 "'--mem-per-cpu=...'",
                 once="SLURM_MEM",
             )
-        self.run(
-            [
-                Command(
-                    -1,
-                    "srun",
-                    ["srun", *within, *nodes, "--kill-on-bad-exit=0", *self._words, python_on_nodes(), "-m", AGENT],
-                )
-            ],
-            boot,
-            {name: value for name, value in os.environ.items() if name not in (*conflict, *TASKS_PER_GPU)},
-        )
+        srun = ["srun", *within, *nodes, "--kill-on-bad-exit=0", *self._words, python_on_nodes(), "-m", AGENT]
+        env = {name: value for name, value in os.environ.items() if name not in (*conflict, *TASKS_PER_GPU)}
+        self.run([Command(-1, "srun", srun)], boot, env)
 
     def state(self) -> str:
         """Return the job's place in the queue, and why it waits; empty once it has its nodes."""
@@ -138,21 +120,15 @@ class SlurmStarter(CommandStarter):
         self.end(at_once=self._is_queued)
 
 
-def options_of(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Split options of srun into those that sbatch has too, and the others: each as one or two words."""
+def options_of(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the options in these words, each as one or two words."""
     options: list[tuple[str, ...]] = []
     for word in words:
         if not word.startswith("-") and options and len(options[-1]) == 1:  # the value, as in -p gpu
             options[-1] = (*options[-1], word)
         else:
             options.append((word,))
-    common = [each for each in options if _is_of_sbatch(each[0])]
-    return common, [each for each in options if each not in common]
-
-
-def _is_of_sbatch(word: str) -> bool:
-    name = word.partition("=")[0] if word.startswith("--") else word[:2]
-    return word.startswith("-") and name not in _STEP_ONLY
+    return options
 
 
 def _names_job(words: Sequence[str]) -> bool:

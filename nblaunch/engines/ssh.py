@@ -16,10 +16,8 @@ from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot
 
-_FLAGS = "46AaCfGgKkMNnqsTtVvXxYy"
-"""Options of ssh that take no value."""
-_VALUED = "BbcDEeFIiJLlmOoPpQRSWw"
-"""Options of ssh that take one."""
+_VALUED = frozenset(f"-{letter}" for letter in "BbcDEeFIiJLlmOoPpQRSWw")
+"""Options of ssh that take a value."""
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=10", "-T")
 """Ask for no password, notice a host that does not answer or is dead, and want no terminal."""
 _SSH_FAILED = 255
@@ -34,8 +32,7 @@ class SshStarter(CommandStarter):
             names a file with a host on each line.
         num_nodes: The number of hosts to use. Default: all.
 
-    Raises:
-        ArgumentError: ssh has no such option, no host is named, or fewer than `num_nodes`.
+    ArgumentError: no host is named, or fewer than `num_nodes`.
     """
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
@@ -43,28 +40,14 @@ class SshStarter(CommandStarter):
         self._options: list[str] = []
         hosts: list[str] = []
         rest, typed = list(words), f"engine={shlex.join(['ssh', *words])!r}"
-
-        def value_of(option: str) -> str:
-            if not rest:
-                raise ArgumentError(f"{typed}: {option} needs a value")
-            return rest.pop(0)
-
         while rest:
             word = rest.pop(0)
+            if not rest and (word == "--hostfile" or word in _VALUED):
+                raise ArgumentError(f"{typed}: {word} needs a value")
             if word == "--hostfile":
-                hosts += _hosts_in(value_of(word))
-            elif word.startswith("--"):
-                raise ArgumentError(
-                    f"{typed}: {word}: ssh has no long options; write --hostfile FILE, or the hosts as words, as in "
-                    "engine='ssh gpu1 gpu2'"
-                )
+                hosts += _hosts_in(rest.pop(0))
             elif word.startswith("-"):
-                valued = word[1:].lstrip(_FLAGS)  # an option that takes a value, and the value if it is not a word
-                if valued and valued[0] not in _VALUED:
-                    raise ArgumentError(f"{typed}: ssh has no option -{valued[0]}; `man ssh` lists its options")
-                self._options += [word, value_of(word)] if len(valued) == 1 else [word]
-            elif "," in word:
-                raise ArgumentError(f"{typed}: hosts are separated by spaces, as in engine='ssh gpu1 gpu2'")
+                self._options += [word, rest.pop(0)] if word in _VALUED else [word]
             else:
                 hosts.append(word)
         if not hosts:
@@ -89,18 +72,13 @@ class SshStarter(CommandStarter):
             ["ssh", *self._options, "-G", host], capture_output=True, text=True, timeout=timeouts.PROGRAM_TIMEOUT_S
         )
         if asked.returncode:
-            raise StartError(f"ssh {host}: {asked.stderr.strip()}")
+            raise StartError(f"ssh {host}: {asked.stderr.strip().partition(chr(10))[0]}; `man ssh` lists its options")
         lines = dict(line.partition(" ")[::2] for line in asked.stdout.splitlines())
         return lines.get("hostname", host)
 
     def start(self, boot: Boot) -> None:
-        self.run(
-            [
-                Command(number, host, ["ssh", *self._options, *_OPTIONS, host, python_on_nodes(), "-m", AGENT])
-                for number, host in enumerate(self._hosts)
-            ],
-            boot,
-        )
+        ssh, agent = ["ssh", *self._options, *_OPTIONS], [python_on_nodes(), "-m", AGENT]
+        self.run([Command(number, host, [*ssh, host, *agent]) for number, host in enumerate(self._hosts)], boot)
 
     def reason(self, name: str, status: int, said: str) -> str:
         if status != _SSH_FAILED:

@@ -475,6 +475,4 @@ def notes(asked: JobRequest, sbatch: bool) -> list[str]:
         return [f"the script does not use engine='{asked.kind}': start torchrun on each node yourself"]
     if asked.kind == "slurm" and not sbatch:
         return ["the command runs on this machine: engine='slurm' and its options need a job file (sbatch)"]
-    return [
-        f"`{shlex.join(words)}` is left out of the job file: it is an option of srun alone" for words in asked.left_out
-    ]
+    return []

@@ -327,7 +327,7 @@ def _output_lines(output: Output) -> list[str]:
     """Return what a rank displays as lines of text; for an image also its file."""
     lines = [_CONTROL.sub(" ", line) for line in without_colours(output.text).splitlines()] or [""]
     if not isinstance(output.body, str) and output.mime.startswith("image/"):
-        lines[-1] += f": {output.body.name}"
+        lines[-1] += f": {output.body}"
     return lines
 
 

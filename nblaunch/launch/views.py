@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nblaunch.engines.protocol import Body, Workers
+from nblaunch.engines.protocol import Workers
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.output.log_directory import LaunchFiles
 
@@ -198,8 +198,8 @@ class Output:
     text: str
     """Stands for it where only text can be shown."""
     size: int
-    body: str | Body = ""
-    """A `Body` if it is large or binary."""
+    body: str | Path = ""
+    """A file if it is large or binary. It may be removed."""
     width: int | None = None
     height: int | None = None
     """Pixels on the page, if the user chose them."""

@@ -181,4 +181,9 @@ def content_of(output: Output) -> OutputContent:
 
 
 def _body(output: Output) -> bytes | None:
-    return output.body.encode(errors="replace") if isinstance(output.body, str) else output.body.read()
+    if isinstance(output.body, str):
+        return output.body.encode(errors="replace")
+    try:
+        return output.body.read_bytes()
+    except OSError:  # pruned, or replaced meanwhile
+        return None

@@ -109,7 +109,6 @@ class Channel:
         return self.sock.sendmsg([data], ancillary)
 
     def receive(self) -> tuple[object, list[int]] | None:
-        """Wait for one message and its descriptors; return None at EOF."""
         while True:
             for item in self.drain():
                 return item
@@ -122,7 +121,6 @@ class Channel:
         self._read(socket.MSG_DONTWAIT)
 
     def drain(self) -> Iterator[tuple[object, list[int]]]:
-        """Yield the messages that are complete, each with its descriptors."""
         while len(self._bytes) >= _HEADER.size:
             size, count = _HEADER.unpack_from(self._bytes)
             end = _HEADER.size + size

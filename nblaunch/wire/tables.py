@@ -62,7 +62,6 @@ class CollectiveTable:
         self._file = open_table(collective_rows(scratch), ranks * _BLOCK)
 
     def read(self, rank: int) -> list[Begun]:
-        """Return what a rank has begun, by process group, the latest first."""
         found = [row for number in range(ROWS) if (row := self._read(rank * _BLOCK + number * _ROW.size)) is not None]
         return sorted(found, key=lambda row: -row.time_ns)
 
@@ -132,7 +131,6 @@ def in_ranges(ranks: Iterable[int]) -> str:
 
 
 def members_of(begun: Begun, world_size: int) -> Sequence[int] | None:
-    """Return the ranks of a process group; None if they are not known."""
     if begun.members == UNKNOWN:
         return None
     found: list[int] = []

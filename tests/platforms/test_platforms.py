@@ -38,7 +38,11 @@ def waits():
 """
 
 
-@pytest.fixture(scope="module", params=environments.NAMES)
+DIFFERENT = ("colab", "oldest", "sagemaker")
+"""Kaggle's is like the oldest, and the newest is what all other tests run in, unless each has its own Python."""
+
+
+@pytest.fixture(scope="module", params=environments.NAMES if environments.is_real() else DIFFERENT)
 def where(request: pytest.FixtureRequest) -> Platform:
     return platform(request.param)
 
@@ -129,16 +133,6 @@ def test_stop_reaches_ranks_while_the_cell_runs(page: Page) -> None:
     page.end_subshells()
 
 
-def test_ranks_that_wait_are_explained(kernel: Kernel) -> None:
-    kernel.run("from nblaunch.machine import timeouts; before = timeouts.STUCK_AFTER_S; timeouts.STUCK_AFTER_S = 1.0")
-    request = kernel.start_cell("%%distributed -n 2 --view text\nif rank == 0:\n    dist.barrier()\nelse:\n    waits()")
-    cell = kernel.finish_cell(request, until="rank 0 waits in barrier")
-    kernel.interrupt()
-    assert "line 3" in cell.text
-    kernel.finish_cell(request)
-    kernel.run("timeouts.STUCK_AFTER_S = before").check()
-
-
 def test_an_interrupt_ends_the_launch(kernel: Kernel) -> None:
     request = kernel.start_cell("notebook_launcher(waits, num_processes=2, view='text')")
     kernel.finish_cell(request, until="[rank 1] waiting")
@@ -156,8 +150,6 @@ def test_a_session_keeps_names_and_opens_debuggers(kernel: Kernel) -> None:
     assert kernel.ask("s.pull('total')") == [6, 7]
     assert kernel.run("%%distributed\ntotal / 0").error.startswith("ZeroDivisionError")
     assert re.search("^[67]00$", kernel.debug("%distributed debug", "p total * 100", "q").check().stdout, re.MULTILINE)
-    examined = kernel.debug("%%distributed -n 2 --fresh --pdb\nx = 7\nx / 0", "p x * 100", "q")
-    assert re.search("^700$", examined.stdout, re.MULTILINE)
     kernel.run("%distributed session stop").check()
 
 

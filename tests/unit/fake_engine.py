@@ -7,8 +7,9 @@ import signal
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Received, Store, Stream, Wakeup
+from nblaunch.engines.protocol import Descriptors, Event, Lost, Received, Store, Stream, Wakeup
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.messages import (
@@ -44,17 +45,6 @@ class FakeLog:
 
     def read(self, start: int, end: int) -> bytes:
         return bytes(self._data[start:end])
-
-
-@dataclass(frozen=True)
-class FakeBody:
-    """What a rank has displayed."""
-
-    data: bytes | None
-    name: str = "a fake body"
-
-    def read(self) -> bytes | None:
-        return self.data
 
 
 @dataclass
@@ -104,9 +94,7 @@ class FakeWorker:
     written: dict[Stream, bytearray] = field(
         default_factory=lambda: {"out": bytearray(), "err": bytearray(), "spool": bytearray()}
     )
-    bodies: dict[str, bytes] = field(default_factory=dict)
     begun: list[Begun] = field(default_factory=list)
-    """What it has displayed, by key."""
     lost: Dropped = field(default_factory=Dropped)
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
@@ -172,8 +160,8 @@ class FakeWorker:
     def log(self, stream: Stream) -> FakeLog:
         return FakeLog(self.written[stream])
 
-    def output(self, key: str, mime: str) -> Body:
-        return FakeBody(self.bodies.get(key))
+    def output(self, key: str, mime: str) -> Path:
+        raise AssertionError("it displays nothing")
 
     def dropped(self) -> Dropped:
         return self.lost

@@ -62,21 +62,13 @@ def is_open(fd: int) -> bool:
 
 
 # ------------------------------------------------------------------ framing
-@pytest.mark.parametrize(
-    "message", [Running(1, 1), Done(0, 1, 123, ("model",)), Source("text", "Cell In[3]"), ("any", {"plain": [1, None]})]
-)
-def test_a_message_arrives_equal(ends: tuple[Channel, Channel], message: object) -> None:
+def test_messages_arrive_equal_and_in_order(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
-    here.send(message)
-    assert there.receive() == (message, [])
-
-
-def test_many_messages_at_once_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
-    for rank in range(100):
-        here.send(Running(rank, 1))
+    sent = [Running(1, 1), Done(0, 1, 123, ("model",)), Source("text", "Cell In[3]"), ("any", {"plain": [1, None]})]
+    for message in sent * 25:
+        here.send(message)
     there.poll()
-    assert drained(there) == [Running(rank, 1) for rank in range(100)]
+    assert drained(there) == sent * 25
     assert drained(there) == []
 
 
@@ -96,16 +88,6 @@ def test_reads_may_cut_the_stream_anywhere(bodies: list[bytes], cuts: list[int])
             got += drained(channel)
     channel.close()
     assert got == bodies
-
-
-def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
-    message = os.urandom(5_000_000)
-    sender = threading.Thread(target=here.send, args=(message,))
-    sender.start()
-    received = there.receive()
-    sender.join()
-    assert received == (message, [])
 
 
 # ------------------------------------------------------------------ the other end is gone
@@ -141,6 +123,7 @@ def test_descriptors_travel_with_their_own_message(ends: tuple[Channel, Channel]
         assert (message, len(fds)) == (number, number)
         for fd in fds:
             assert _read(fd) == b"blob %d" % number
+            assert not os.get_inheritable(fd)  # by programs that users start
             os.close(fd)
 
 
@@ -157,17 +140,6 @@ def test_a_descriptor_of_a_message_that_comes_in_pieces_waits_for_it(ends: tuple
     for fd in (*received[1], read, write):
         os.close(fd)
     assert len(received[1]) == 1
-
-
-def test_programs_that_users_start_do_not_inherit_what_travelled(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
-    blob = write_blob(b"")
-    here.send("blob", [blob])
-    received = there.receive()
-    assert received is not None
-    assert [os.get_inheritable(fd) for fd in (blob, *received[1])] == [False, False]
-    for fd in (blob, *received[1]):
-        os.close(fd)
 
 
 def test_closing_a_channel_closes_descriptors_not_taken(ends: tuple[Channel, Channel]) -> None:

@@ -292,7 +292,7 @@ def test_the_command_has_the_options() -> None:
 
 
 def test_the_job_file_has_the_options_of_slurm_last() -> None:
-    text = written("slurm -p gpu --time=60 --gres=gpu:2 '--comment=a b' --mpi=pmix --overlap", 2, timeout=600.0)
+    text = written("slurm -p gpu --time=60 --gres=gpu:2 '--comment=a b'", 2, timeout=600.0)
 
     assert [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")] == [
         *("--job-name='my train'", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=%x-%j.out"),
@@ -334,7 +334,6 @@ def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPat
         ("auto", False, []),
         ("slurm -p gpu", True, []),
         ("slurm -p gpu", False, ["the command runs on this machine: engine='slurm' and its options need a job file"]),
-        ("slurm --mpi=pmix", True, ["`--mpi=pmix` is left out of the job file: it is an option of srun alone"]),
         ("ssh a b", False, ["the script does not use engine='ssh': start torchrun on each node yourself"]),
         ("ray", True, ["the script does not use engine='ray': start torchrun on each node yourself"]),
     ],

@@ -69,6 +69,8 @@ def test_the_least_quota_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None
     cgroups.holds("cpu.max", "max 100000")
     cgroups.holds("elsewhere/cpu.max", "100000 100000")
     assert cgroups.quota() == 3
+    cgroups.membership.unlink()
+    assert cgroups.quota() == NO_QUOTA
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [("250000\n", 2), ("-1\n", NO_QUOTA)])
@@ -77,11 +79,6 @@ def test_the_first_version_of_cgroups_is_read_too(cgroups: Cgroups, quota: str, 
     cgroups.holds("cpu/cpu.cfs_quota_us", quota)
     cgroups.holds("cpu/cpu.cfs_period_us", "100000\n")
     assert cgroups.quota() == cpus
-
-
-def test_no_cgroups_at_all_is_no_quota(cgroups: Cgroups) -> None:
-    cgroups.membership.unlink()
-    assert cgroups.quota() == NO_QUOTA
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(1, 1), (NO_QUOTA, len(os.sched_getaffinity(0)))])

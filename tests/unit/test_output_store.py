@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from nblaunch.engines.rank_files import OutputFile
 from nblaunch.launch.views import Displays, Output
 from nblaunch.notebook import output_store
 from nblaunch.notebook.output_store import OutputStore, content_of
@@ -77,7 +76,7 @@ def test_outputs_beyond_the_limit_of_the_page_are_counted(monkeypatch: pytest.Mo
 def test_an_image_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     path.write_bytes(b"png")
-    output = Output("1-1", "image/png", "<Figure>", 3, OutputFile(path), width=40)
+    output = Output("1-1", "image/png", "<Figure>", 3, path, width=40)
     content = content_of(output)
     assert (content.kind, content.text, content.width) == ("image", "<Figure>", 40)
     assert content.body == f"data:image/png;base64,{base64.b64encode(b'png').decode()}"

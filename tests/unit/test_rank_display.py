@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from nblaunch.engines.protocol import Body
-from nblaunch.engines.rank_files import OutputFile
 from nblaunch.launch.output.follower import displays_in
 from nblaunch.launch.views import Displays
 from nblaunch.ranks import rank_display
@@ -47,8 +45,8 @@ class Displaying(FakeWorker):
         super().__init__(0)
         self.folder = spool
 
-    def output(self, key: str, mime: str) -> Body:
-        return OutputFile(output_file(self.folder, 0, key, display_records.SUFFIXES[mime]))
+    def output(self, key: str, mime: str) -> Path:
+        return output_file(self.folder, 0, key, display_records.SUFFIXES[mime])
 
 
 def shown(spool: Path) -> Displays:
@@ -79,8 +77,8 @@ def test_the_most_expressive_type_is_sent_with_its_text(spool: Path) -> None:
 def test_an_image_goes_into_a_file(spool: Path, value: object) -> None:
     publish({"image/png": value, "text/plain": "<Figure>"}, {"image/png": {"width": 40.0, "height": "x"}})
     (output,) = shown(spool).outputs
-    assert isinstance(output.body, OutputFile)
-    assert output.body.read() == b"\x89PNG"
+    assert isinstance(output.body, Path)
+    assert output.body.read_bytes() == b"\x89PNG"
     assert (output.text, output.width, output.height) == ("<Figure>", 40, None)
 
 
