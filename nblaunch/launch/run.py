@@ -162,7 +162,6 @@ class Run:
             if ranks.leaving:
                 self.note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon")
                 ranks.leaving = ""
-            ranks.late_output.show(self.view)
             function = job.payload.function
             wanted = function.ranks if isinstance(function, Question) else None
             log_dir = str(self.files.directory)
@@ -171,7 +170,6 @@ class Run:
             patterns = options.metric_patterns
             is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
             self.output = OutputFollower(present, patterns or (), self.view, notes_unmatched=is_own)
-            opened.callback(ranks.late_output.follow, self.output)
             notes = _TurnNotes(self, place)
             try:
                 supervise(self.task, self.output, self.view, notes.until_over)
@@ -218,7 +216,6 @@ class _TurnNotes:
         is_over = task.is_over or task.group.is_over
         if not self._has_noted_taken and (is_over or all(rank.is_running or rank.is_over for rank in task.present)):
             self._has_noted_taken = True
-            self._ranks.late_output.show(self._view)  # what came before they turned to the new logs
             self._note_taken()
         return is_over
 

@@ -22,7 +22,6 @@ from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
-from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.session_state import command, no_group, restart_command
@@ -145,7 +144,6 @@ class SessionRanks:
         self.failed_first: int | None = None
         self.last_sources: Mapping[str, Source] = {}
         self.idle_since = time.monotonic()
-        self.late_output = LateOutput()
         self.leaving = ""
         self._engine = engine
         self._tasks = 0

@@ -198,17 +198,6 @@ class Stroke:
     dashes: str = ""
     """As in SVG's ``stroke-dasharray``; empty for a solid line."""
 
-    @property
-    def sample(self) -> str:
-        """An image of it for a legend, as HTML: the characters of fonts look alike."""
-        dashes = f' stroke-dasharray="{self.dashes}"' if self.dashes else ""
-        svg = (
-            '<svg xmlns="http://www.w3.org/2000/svg" width="26" height="8"><path d="M2 4H25" fill="none" '
-            f'stroke-linecap="round" stroke="{self.colour}" stroke-width="2"{dashes}/></svg>'
-        )
-        style = "display:inline-block;vertical-align:middle"
-        return f'<img src="{data_uri(svg)}" alt="" width="26" height="8" style="{style}">'
-
 
 PART_STROKES: dict[Part, Stroke] = {
     "training": Stroke("#5b7c99", "3 4"),

@@ -380,7 +380,7 @@ def _numbers(summary: Summary, stroke: Stroke | None = None, *, has_legend: bool
     more = f' <span style="{DIM}">{facts}</span>' if facts else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
     latest = f'<span style="font-size:{13 if stroke else 16}px{alarm}">{summary.latest_text}</span>'
-    line = f"{stroke.sample} " if stroke else ""
+    line = f'<span style="color:{stroke.colour}">╍</span> ' if stroke else ""
     return f"{line}<b>{_text(summary.name, 60)}</b> {latest}{more}"
 
 

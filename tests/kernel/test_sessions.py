@@ -314,36 +314,6 @@ def test_ranks_keep_the_source_of_their_functions(kernel: Kernel) -> None:
     assert "return 1 / 0  # here" in kernel.run("%%distributed\nstays()").traceback
 
 
-def test_what_a_thread_prints_between_cells_is_shown_next(kernel: Kernel, tmp_path: Path) -> None:
-    waits = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
-    work = f"def work():\n    {waits}\n    print('late news\\nof rank', rank)\n    said.set()"
-    kernel.run(
-        f"%%distributed -o early\nimport threading\nsaid = threading.Event()\n{work}\n"
-        "if rank == 1: threading.Thread(target=work).start()"
-    ).check()
-    (tmp_path / "go").touch()
-    eventually(lambda: "of rank 1" in kernel.ask("[log.text() for log in early.logs][1]"))
-    cell = kernel.run("%%distributed\nprint('in time')").check()
-    assert "nblaunch: rank 1 has printed this since its last cell ended:" in cell.text
-    assert "late news\nnblaunch:     of rank 1\n" in cell.text
-    assert "rank 0 has printed" not in cell.text
-    assert "has printed this" not in kernel.run("%%distributed\nsaid.is_set()").check().text
-
-
-def test_many_late_lines_are_cut_and_wait_for_a_task_that_shows(kernel: Kernel, tmp_path: Path) -> None:
-    waits = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
-    work = f"def work():\n    {waits}\n    for number in range(30): print('late', number, flush=True)"
-    kernel.run(
-        f"%%distributed -o early\nimport threading\n{work}\nif rank == 1: threading.Thread(target=work).start()"
-    ).check()
-    (tmp_path / "go").touch()
-    eventually(lambda: "late 29" in kernel.ask("[log.text() for log in early.logs][1]"))
-    kernel.run("s.run(lambda: None, view='none')").check()
-    said = kernel.run("%%distributed\n1").check().text
-    assert re.search(r"its last cell ended:\nnblaunch:     … \(more in .*rank1\.out\)\nnblaunch:     late 10\n", said)
-    assert "late 29" in said
-
-
 def test_what_a_rank_has_deleted_is_sent_again_by_itself(kernel: Kernel) -> None:
     kernel.run("gone = torch.nn.Linear(1, 1, bias=False)\nwith torch.no_grad(): gone.weight.fill_(7)").check()
     kernel.run("%%distributed\ngone").check()

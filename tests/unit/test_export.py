@@ -10,7 +10,7 @@ import subprocess
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hypothesis
 import pytest
@@ -72,23 +72,12 @@ def test_a_statement_has_the_comment_above_and_its_decorators() -> None:
     ]
 
 
-def test_each_statement_of_a_line_is_one_of_its_own() -> None:
-    found = statements("a = 1; b = 2  # two\nc = 3  # three")
-
-    assert [each.text for each in found] == ["a = 1", "b = 2", "c = 3  # three"]
-
-
 def test_cells_that_are_no_python_and_top_level_awaits_are_left_out() -> None:
     cells = "this is no python", "return 3", "x = await f()\ny = 1"
     assert [each.text for each in statements(*cells)] == ["y = 1"]
 
 
 # ------------------------------------------------------------------ literals
-class Pair(NamedTuple):
-    first: list[int]
-    second: str
-
-
 PLAIN = strategies.recursive(
     strategies.none()
     | strategies.booleans()

@@ -15,7 +15,7 @@ from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
 from nblaunch.launch.output.reports import PrintedMetrics, ReportList
-from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares, last_lines
+from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
 from nblaunch.launch.views import Displays, LogLines, Logs, Note, Output, Reports, Stream, View
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, Cleared, LeftOut, Shown, from_line, is_display
@@ -32,8 +32,6 @@ _LINE_START_BYTES = 64 << 10
 _MAX_RECORD_BYTES = 1 << 20
 _RECORDS_BLOCK_BYTES = 1 << 17
 """Of a spool, parsed at a time: parsed records take ten times their bytes."""
-_MAX_LATE_LINES = 20
-"""Of each rank, the last lines; the log has all."""
 
 
 class PrintedLog:
@@ -216,33 +214,6 @@ class OutputFollower:
         for rank in self.ranks:
             if rank.dropped:
                 self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.what} ({rank.dropped.why})"))
-
-
-class LateOutput:
-    """What the ranks of a session print between two tasks, such as from threads: it is in the log of the first."""
-
-    def __init__(self) -> None:
-        self._logs: list[tuple[int, Log, int]] = []
-        """Rank, log, and how much of the log was shown."""
-
-    def follow(self, output: OutputFollower) -> None:
-        unshown = [(rank, log, since) for rank, log, since in self._logs if log.size() > since]
-        self._logs = unshown + [(log.rank, log.log, log.at) for rank in output.ranks for log in rank.printed]
-
-    def show(self, view: View) -> None:
-        """Show what the logs have gained; a view that shows nothing leaves it to the next task."""
-        if not view.shows_notes:
-            return
-        late: dict[int, list[str]] = {}
-        for at, (rank, log, since) in enumerate(self._logs):
-            if (size := log.size()) > since:
-                lines = last_lines(log, _MAX_LATE_LINES + 1, since=since).splitlines()
-                cut = [f"… (more in {log.name})", *lines[-_MAX_LATE_LINES:]]
-                late.setdefault(rank, []).extend(cut if len(lines) > _MAX_LATE_LINES else lines)
-                self._logs[at] = rank, log, size
-        for rank, lines in late.items():
-            said = "\n".join(f"    {line}" for line in lines)
-            view.on(Note(f"rank {rank} has printed this since its last cell ended:\n{said}"))
 
 
 def _first_drop(rank: RankOutput) -> str:

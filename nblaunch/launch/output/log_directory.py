@@ -81,9 +81,6 @@ class LaunchFiles:
         """Return the path of the rank's stderr (fd 2), which its child processes share."""
         return rank_file(self.directory, rank, "err")
 
-    def spool(self, rank: int) -> Path:
-        return rank_file(self.directory, rank, "spool")
-
     def close(self) -> None:
         """Mark the launch as finished: the directory may be pruned once this object is gone. Idempotent."""
         self.is_finished = True

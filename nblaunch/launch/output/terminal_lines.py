@@ -323,12 +323,12 @@ def without_colours(text: str) -> str:
     return _SGR.sub("", text) if "\x1b" in text else text
 
 
-def last_lines(log: Log, count: int = 20, max_bytes: int = 16384, since: int = 0) -> str:
-    """Return the end of a log from the byte `since` on, as a terminal would show it; empty if there is no log."""
+def last_lines(log: Log, count: int = 20, max_bytes: int = 16384) -> str:
+    """Return the end of a log as a terminal would show it; empty if there is no log."""
     size = log.size()
-    start = max(since, size - max_bytes)
+    start = max(0, size - max_bytes)
     data = log.read(start, size)
-    if start > since:
+    if start:
         data = data[data.find(b"\n", 0, -1) + 1 :]
     assembler = LineAssembler()
     lines = assembler.feed(data) + assembler.finish()
