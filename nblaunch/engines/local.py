@@ -106,9 +106,6 @@ class LocalEngine:
             check_fork(cuda_cell())
         return servers.usable(cast("Method", method), Where(env, os.sep, named), show)
 
-    def shares_memory(self, method: str) -> bool:
-        return method == "fork"
-
     def place(self, order: Order, wakeup: Wakeup) -> LocalWorkers:
         """Ask for a reaper, without waiting for it."""
         if order.method == "fork":

@@ -166,21 +166,11 @@ class NodeEngine:
         finally:
             self._starter.stop()
 
-    def usable(
-        self,
-        method: str,
-        env: Mapping[str, str],
-        named: Sequence[str],
-        cuda_cell: Callable[[], str],
-        show: Callable[[str], None] = lambda text: None,
-    ) -> str:
+    def usable(self, method: str, *_: object) -> str:
         """Return the method: each agent chooses a substitute itself."""
         return method
 
     # -------------------------------------------------------------- starting
-    def shares_memory(self, method: str) -> bool:
-        return False
-
     def place(self, order: Order, wakeup: Wakeup) -> NodeWorkers:
         nodes = self._nodes
         if nodes is None or not nodes.is_whole:

@@ -307,9 +307,6 @@ class Engine(Protocol):
         StartError: there is no substitute.
         """
 
-    def shares_memory(self, method: str) -> bool:
-        """Return True if ranks inherit the notebook's memory, so that no payload is sent."""
-
     def place(self, order: Order, wakeup: Wakeup) -> Workers:
         """Get the processes that start the ranks of a group. The caller closes them. StartError: there are none."""
 

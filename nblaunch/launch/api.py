@@ -210,9 +210,8 @@ def _prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
     if options.preload:
         engine.preload(options.preload)
     with preparing(shown, payloads.name_of(payload.function)):
-        shipment = (
-            payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload, engine.is_local)
-        )
+        shares_memory = plan.method == "fork"
+        shipment = payloads.share(payload) if shares_memory else payloads.ship(payload, engine.is_local)
     return Launch(plan, payload, shipment, shown, engine)
 
 

@@ -83,7 +83,7 @@ def session(
         make_plan([ANY_MACHINE], engine, checked)  # before a node is asked for
     shown = host().view("auto")
     plan = make_plan(machines_of(engine, shown), engine, checked)
-    if engine.shares_memory(plan.method):  # with the kernel's memory as it was then
+    if plan.method == "fork":  # with the kernel's memory as it was then
         raise ArgumentError(
             f"start_method={plan.method!r}: a session's ranks are not forks of the notebook; use 'forkserver' or "
             "'spawn'"

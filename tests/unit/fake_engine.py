@@ -270,9 +270,6 @@ class FakeEngine:
     ) -> str:
         return "scripted"
 
-    def shares_memory(self, method: str) -> bool:
-        return False
-
     def place(self, order: Order, wakeup: Wakeup) -> FakeWorkers:
         self.orders.append(order)
         return self.workers
