@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.engines.fork_servers import servers
 from nblaunch.errors import RankDiedError, RankLostError
-from tests.conftest import LONG, conformance, eventually, present_server, settled_server
+from tests.conftest import LONG, eventually, present_server, settled_server
 
 SURVIVES_AT_MOST = 3.0
 _ALONE = pytest.mark.alone  # other tests must not take a part of the 3 s that are promised
@@ -134,7 +133,7 @@ def end_all(family: Family) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def begin(family: Family, start_method: str) -> Launch:
+def begin(family: Family, start_method: str = "forkserver") -> Launch:
     settled_server()
     launch = notebook_launcher(
         with_offspring,
@@ -162,8 +161,8 @@ def assert_gone(family: Family, killed: float) -> None:
     eventually(lambda: not family.living(), left, lambda: f"they survive: {family.living()}")
 
 
-def assert_next_launch_works(start_method: str) -> None:
-    result = notebook_launcher(hello, num_processes=2, start_method=start_method, view="none")
+def assert_next_launch_works() -> None:
+    result = notebook_launcher(hello, num_processes=2, view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == ["hello from 0", "hello from 1"]
 
@@ -180,31 +179,21 @@ def _beside_a_worker() -> Iterator[None]:
 # ------------------------------------------------------------------ one victim each
 @_ALONE
 @pytest.mark.usefixtures("_beside_a_worker")
-def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> None:
-    launch = begin(family, start_method)
+def test_nothing_survives_the_fork_server(family: Family) -> None:
+    launch = begin(family)
 
     killed = kill(present_server().process.pid)
 
     assert_gone(family, killed)
     with pytest.raises(RankLostError, match=r"supervises the ranks of with_offspring was killed.*: launch again"):
         launch.result()
-    assert_next_launch_works(start_method)
-
-
-def test_a_fork_server_that_was_killed_while_idle_is_replaced(start_method: str) -> None:
-    server = settled_server()
-    assert_next_launch_works(start_method)
-
-    kill(server.process.pid)
-
-    assert_next_launch_works(start_method)
-    assert not alive(server.process.pid)
+    assert_next_launch_works()
 
 
 @_ALONE
 @pytest.mark.usefixtures("_beside_a_worker")
-def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, family: Family, other: Family) -> None:
-    launch, other_launch = begin(family, start_method), begin(other, start_method)
+def test_nothing_survives_a_reaper_but_the_other_launch(family: Family, other: Family) -> None:
+    launch, other_launch = begin(family), begin(other, "spawn")
 
     killed = kill(family.pid("reaper"))
 
@@ -213,7 +202,7 @@ def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, famil
         launch.result()
     assert len(other.living()) == len(other.pids())
     assert not other_launch.done
-    assert_next_launch_works(start_method)
+    assert_next_launch_works()
 
     killed = kill(other.pid("reaper"))
     assert_gone(other, killed)
@@ -221,19 +210,19 @@ def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, famil
 
 
 @_ALONE
-def test_nothing_survives_a_rank_in_a_collective(start_method: str, family: Family) -> None:
-    launch = begin(family, start_method)
+def test_nothing_survives_a_rank_in_a_collective(family: Family) -> None:
+    launch = begin(family)
 
     killed = kill(family.pid("rank", 0))
 
     assert_gone(family, killed)
     with pytest.raises(RankDiedError, match="rank 0 was killed by SIGKILL before with_offspring returned"):
         launch.result()
-    assert_next_launch_works(start_method)
+    assert_next_launch_works()
 
 
-def test_nothing_survives_the_end_of_a_launch(start_method: str, family: Family) -> None:
-    launch = begin(family, start_method)
+def test_nothing_survives_the_end_of_a_launch(family: Family) -> None:
+    launch = begin(family)
 
     launch.kill()
 
@@ -241,28 +230,12 @@ def test_nothing_survives_the_end_of_a_launch(start_method: str, family: Family)
     assert [name for name in family.living() if "reaper" not in name] == []  # it has said its last word, and leaves
 
 
-def test_a_launch_outlives_the_generation_of_its_fork_server(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that torch reads when it is imported needs a new server; the launch of the old one runs on."""
-    launch = begin(family, "forkserver")
-    old = present_server()
-
-    monkeypatch.setenv("TORCH_NBLAUNCH_TEST", "changed")
-    assert_next_launch_works("forkserver")
-
-    assert present_server() is not old
-    assert old.alive()
-    assert family.living() == list(family.pids())
-    launch.kill()
-    assert launch.wait(LONG)
-    eventually(lambda: not old.alive())
-
-
 # ------------------------------------------------------------------ the kernel itself
-def be_a_kernel(start_method: str, folders: list[str]) -> None:
-    """In a process of its own, with a DataLoader worker: launch into each folder, and wait to be killed."""
+def be_a_kernel(folders: list[str]) -> None:
+    """In a process of its own, with a DataLoader worker: launch by each start method, and wait to be killed."""
     servers.warm_up()
     workers = start_worker()
-    for folder in folders:
+    for start_method, folder in zip(("forkserver", "spawn"), folders, strict=True):
         notebook_launcher(
             with_offspring,
             kwargs={"folder": Path(folder)},
@@ -276,13 +249,9 @@ def be_a_kernel(start_method: str, folders: list[str]) -> None:
 
 
 @_ALONE
-@conformance("forkserver", "spawn")
-def test_nothing_survives_the_kernel(start_method: str, family: Family, other: Family) -> None:
-    arguments = json.dumps([start_method, [str(family.folder), str(other.folder)]])
-    code = (
-        "import json, sys; from tests.processes.test_deaths import be_a_kernel; be_a_kernel(*json.loads(sys.argv[1]))"
-    )
-    kernel = subprocess.Popen([sys.executable, "-c", code, arguments])
+def test_nothing_survives_the_kernel(family: Family, other: Family) -> None:
+    code = "import sys; from tests.processes.test_deaths import be_a_kernel; be_a_kernel(sys.argv[1:])"
+    kernel = subprocess.Popen([sys.executable, "-c", code, str(family.folder), str(other.folder)])
     try:
         eventually(lambda: (family.complete() and other.complete()) or kernel.poll() is not None)
         killed = kill(kernel.pid)

@@ -110,8 +110,8 @@ def leave_its_group(folder: str, rank: int) -> None:
     wait_forever(folder, rank)
 
 
-def test_a_rank_that_moved_to_another_process_group_is_killed(tmp_path: Path, start_method: str) -> None:
-    launch: Any = quiet(leave_its_group, (str(tmp_path),), start_method=start_method, block=False)
+def test_a_rank_that_moved_to_another_process_group_is_killed(tmp_path: Path) -> None:
+    launch: Any = quiet(leave_its_group, (str(tmp_path),), block=False)
     eventually(lambda: begun(tmp_path, 0) and begun(tmp_path, 1))
     launch.kill()
     assert launch.wait(15)
@@ -125,8 +125,8 @@ def fail_to_save(folder: str, rank: int) -> None:
             raise OSError("disk full: checkpoint not written")
 
 
-def test_failures_during_a_stop_are_reported(tmp_path: Path, start_method: str) -> None:
-    launch: Any = quiet(fail_to_save, (str(tmp_path),), start_method=start_method, block=False)
+def test_failures_during_a_stop_are_reported(tmp_path: Path) -> None:
+    launch: Any = quiet(fail_to_save, (str(tmp_path),), block=False)
     eventually(lambda: begun(tmp_path, 0) and begun(tmp_path, 1))
     launch.stop()
     with pytest.raises(LaunchStoppedError, match=r"rank 1 raised OSError: disk full: checkpoint not written"):
@@ -167,15 +167,13 @@ def test_a_rank_that_cannot_be_started_says_why() -> None:
         quiet(own_rank, start_method="spawn", env={"HUGE": "x" * 200_000})
 
 
-def test_a_missing_temporary_folder_is_named_and_nothing_left(
-    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_temporary_folder_is_named_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(
         StartError,
         match=r"cannot create temporary files for the ranks: .*/gone/nbl-.*: free space there, or set TMPDIR",
     ):
-        quiet(own_rank, start_method=start_method)
+        quiet(own_rank)
 
 
 def return_much(rank: int) -> torch.Tensor:
@@ -219,9 +217,9 @@ def load_and_be_killed(rank: int) -> None:
     time.sleep(600)
 
 
-def test_a_killed_rank_leaves_no_temporary_folder_of_its_workers(start_method: str) -> None:
+def test_a_killed_rank_leaves_no_temporary_folder_of_its_workers() -> None:
     with pytest.raises(RankDiedError, match="rank 0 was killed by SIGKILL"):
-        quiet(load_and_be_killed, start_method=start_method)  # the fixture of every test looks for what is left
+        quiet(load_and_be_killed)  # the fixture of every test looks for what is left
 
 
 def load_in_spawned_workers(folder: str, rank: int) -> None:
@@ -280,8 +278,8 @@ def save_in_a_thread(folder: str) -> str:
     return "returned"
 
 
-def test_a_thread_of_a_rank_that_has_returned_may_finish(tmp_path: Path, start_method: str) -> None:
-    assert quiet(save_in_a_thread, (str(tmp_path),), num_processes=1, start_method=start_method)[0] == "returned"
+def test_a_thread_of_a_rank_that_has_returned_may_finish(tmp_path: Path) -> None:
+    assert quiet(save_in_a_thread, (str(tmp_path),), num_processes=1)[0] == "returned"
     assert (tmp_path / "saved").exists()
 
 

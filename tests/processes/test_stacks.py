@@ -120,19 +120,17 @@ def become_another_program(rank: int, folder: Path) -> None:
 
 
 # ------------------------------------------------------------------ how they are asked
-def begin(function: Callable[..., Any], folder: Path, start_method: str, ranks: int = 2, **options: Any) -> Launch:
+def begin(function: Callable[..., Any], folder: Path, ranks: int = 2, **options: Any) -> Launch:
     """Launch a function of `folder` in the background."""
     options = {"view": "none", **options}
-    launch = notebook_launcher(
-        function, kwargs={"folder": folder}, num_processes=ranks, start_method=start_method, block=False, **options
-    )
+    launch = notebook_launcher(function, kwargs={"folder": folder}, num_processes=ranks, block=False, **options)
     assert isinstance(launch, Launch)
     return launch
 
 
-def begun(function: Callable[..., Any], folder: Path, start_method: str, ranks: int = 2, **options: Any) -> Launch:
+def begun(function: Callable[..., Any], folder: Path, ranks: int = 2, **options: Any) -> Launch:
     """The same, with every rank where it is to be asked."""
-    launch = begin(function, folder, start_method, ranks, **options)
+    launch = begin(function, folder, ranks, **options)
     eventually(lambda: all((folder / f"pid{rank}").exists() for rank in range(ranks)) or launch.done)
     assert not launch.done
     return launch
@@ -155,9 +153,9 @@ def stopped(pids: Mapping[int, int]) -> bool:
 
 
 # ------------------------------------------------------------------ wherever they are
-def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Path) -> None:
+def test_stacks_show_every_rank_whatever_it_does(tmp_path: Path) -> None:
     """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
-    launch = begun(be_in_many_places, tmp_path, start_method, ranks=4)
+    launch = begun(be_in_many_places, tmp_path, ranks=4)
     expected = {0: "lock_twice_with_the_gil", 1: "barrier", 2: "_try_get_data", 3: "count_up"}
     texts: dict[int, str] = {}
 
@@ -179,8 +177,8 @@ def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Pa
     end(launch)
 
 
-def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> None:
-    launch = begun(nap, tmp_path, start_method)
+def test_stacks_do_not_disturb_a_sleep(tmp_path: Path) -> None:
+    launch = begun(nap, tmp_path)
 
     asked = [launch.stacks() for _ in range(5)]
 
@@ -190,9 +188,9 @@ def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> Non
         assert beside_too
 
 
-def test_a_launch_that_begins_can_be_asked_at_once(start_method: str, tmp_path: Path) -> None:
+def test_a_launch_that_begins_can_be_asked_at_once(tmp_path: Path) -> None:
     """No rank may be sent a signal that it has no handler for: that would end it."""
-    launch = begin(wait, tmp_path, start_method)
+    launch = begin(wait, tmp_path)
 
     while not all((tmp_path / f"pid{rank}").exists() for rank in range(2)):
         texts = launch.stacks(timeout=0.3)
@@ -202,8 +200,8 @@ def test_a_launch_that_begins_can_be_asked_at_once(start_method: str, tmp_path: 
     end(launch)
 
 
-def test_a_rank_that_cannot_answer_yet_is_reported(start_method: str, tmp_path: Path) -> None:
-    launch = begun(wait, tmp_path, start_method)
+def test_a_rank_that_cannot_answer_yet_is_reported(tmp_path: Path) -> None:
+    launch = begun(wait, tmp_path)
     pids = {1: pid_of(tmp_path, 1)}
     os.kill(pids[1], signal.SIGSTOP)
     eventually(lambda: stopped(pids))
@@ -222,8 +220,8 @@ def test_a_rank_that_cannot_answer_yet_is_reported(start_method: str, tmp_path: 
     end(launch)
 
 
-def test_the_signals_of_other_tools_are_left_to_them(start_method: str, tmp_path: Path) -> None:
-    launch = begun(go_through_signals, tmp_path, start_method)
+def test_the_signals_of_other_tools_are_left_to_them(tmp_path: Path) -> None:
+    launch = begun(go_through_signals, tmp_path)
 
     assert all("go_through_signals" in calls(text) for text in launch.stacks().values())
     (tmp_path / "leave").touch()
@@ -231,9 +229,9 @@ def test_the_signals_of_other_tools_are_left_to_them(start_method: str, tmp_path
     assert list(launch.result()) == [0, 0]
 
 
-def test_a_rank_that_became_another_program_is_let_be(start_method: str, tmp_path: Path) -> None:
+def test_a_rank_that_became_another_program_is_let_be(tmp_path: Path) -> None:
     """The program has no handler, and would die of the signal."""
-    launch = begun(become_another_program, tmp_path, start_method)
+    launch = begun(become_another_program, tmp_path)
     pids = [pid_of(tmp_path, rank) for rank in range(2)]
     eventually(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in pids))
 
@@ -257,12 +255,10 @@ class Remembers(View):
             self.came.set()
 
 
-def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
-    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_is_shown_what_it_asked_for_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Remembers()
     monkeypatch.setattr("nblaunch.launch.frontend.Frontend.view", lambda frontend, choice: view)
-    launch = begun(wait, tmp_path, start_method)
+    launch = begun(wait, tmp_path)
 
     texts = launch.stacks()
     assert view.shown == []
@@ -274,9 +270,9 @@ def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
 
 
 # ------------------------------------------------------------------ a launch that takes too long
-def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(start_method: str, tmp_path: Path) -> None:
+def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(tmp_path: Path) -> None:
     since = time.monotonic()
-    launch = begun(wait, tmp_path, start_method, timeout=8.0, stop_grace=LONG)
+    launch = begun(wait, tmp_path, timeout=8.0, stop_grace=LONG)
     pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
     for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
