@@ -5,6 +5,7 @@ A state is one file, which rank 0 writes; where ranks divide models, it gathers 
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Mapping
@@ -185,6 +186,8 @@ class SavedStates:
                 raise ArgumentError(f"{source}: {there}")
             mmap = bool(self._divided("model"))  # each rank copies its part only
             state.update(checkpoint.read(folder / STATE_FILE, mmap=mmap, weights_only=weights_only))
+            if "kinds" not in state:
+                raise ArgumentError(f"{source}: save_state did not write its {STATE_FILE}")
 
         exchange_results(read)
         self.restore(state, source, strict)
@@ -221,7 +224,7 @@ class SavedStates:
         for kind, things in self._things().items():
             options = {"strict": strict} if kind == "model" else {}
             for thing, saved in zip(things, state[kind], strict=True):
-                load_full_state(thing, saved, **options)
+                load_full_state(thing, copy.deepcopy(saved) if kind == "object" else saved, **options)  # may be mapped
         scaler = self.gradients.scaler
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])

@@ -68,6 +68,12 @@ def on_ranks(imported_ahead: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show nothing, where the code that launches takes no `view`."""
+    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+
+
+@pytest.fixture
 def few(start_method: str) -> int:
     """How many ranks are enough where the second only does the same: importing torch is most of a spawned one."""
     return 1 if start_method == "spawn" else 2

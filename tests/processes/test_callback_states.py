@@ -13,10 +13,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import Trainer
 from tests.processes.trained import Breaks, points, trainer
 
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 
 
 class Averages:

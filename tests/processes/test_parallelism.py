@@ -101,13 +101,14 @@ def trained(
     epochs: int = 1,
     batch_size: int = 8,
     model: Any = None,
+    layers: int = 2,
     **settings: Any,
 ) -> tuple[Any, dict[str, Any], list[float]]:
     """Train, and return the prepared model, its whole weights (on rank 0) and the norms of the gradients."""
     accelerator = Accelerator(
         compute_setup="cpu", parallelism=parallelism, gradient_accumulation_steps=steps, seed=5, **settings
     )
-    model = Model() if model is None else model
+    model = Model(layers=layers) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     loader = DataLoader(sentences(24), batch_size // accelerator.world_size * accelerator.copies, shuffle=True)
     loader, optimizer, net = accelerator.prepare(loader, optimizer, model)
@@ -145,9 +146,9 @@ RUNS: dict[int, list[tuple[Parallelism, dict[str, Any]]]] = {
     ],
     3: [(Parallelism(reshard_after_forward=False), {"batch_size": 6})],  # uneven parts
     4: [
-        (Parallelism(replicate=2), {}),
-        (Parallelism(tensor=2, plan=PLAN), {}),
-        (Parallelism(shard=False, tensor=2, plan=PLAN), {}),
+        (Parallelism(replicate=2), {"layers": 1}),
+        (Parallelism(tensor=2, plan=PLAN), {"layers": 1}),
+        (Parallelism(shard=False, tensor=2, plan=PLAN), {"layers": 1}),
     ],
 }
 

@@ -23,12 +23,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
 from tests.processes.trained import points, trainer
 
-pytestmark = pytest.mark.usefixtures("imported_ahead")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
 
 
 class Named(Trainer):

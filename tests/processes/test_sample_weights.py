@@ -15,12 +15,7 @@ from nblaunch import notebook_launcher
 from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer
 from tests.processes.trained import fitted
 
-pytestmark = pytest.mark.usefixtures("imported_ahead")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
 
 
 def lines(count: int) -> TensorDataset:

@@ -22,14 +22,9 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator
 from tests.processes.trained import Augmented
 
-pytestmark = pytest.mark.usefixtures("imported_ahead")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
 
 SAMPLES, BATCH = 48, 2
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
 
 
 @pytest.fixture

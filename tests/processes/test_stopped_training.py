@@ -30,9 +30,7 @@ STEPS = 15
 STOP_LIMIT = 54.0
 
 
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 
 
 class Marks:

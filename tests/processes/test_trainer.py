@@ -30,12 +30,7 @@ from tests.processes.trained import (
     without_dropout,
 )
 
-pytestmark = pytest.mark.usefixtures("imported_ahead")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
 
 
 # ------------------------------------------------------------------ training
@@ -52,36 +47,6 @@ def test_the_trained_weights_and_the_history_are_in_the_notebook() -> None:
     assert one.history == history
     assert evaluate(one.model, DataLoader(points(101), 10))["accuracy"] == history[-1]["valid_accuracy"]
     assert one.optimizer.state_dict()["state"]
-
-
-class Named(TensorDataset):
-    """Its samples are dicts, as transformers has them."""
-
-    def __getitem__(self, index: Any) -> Any:
-        point, label = super().__getitem__(index)
-        return {"at": point, "labels": label}
-
-
-class Weighted(Trainer):
-    """Its loss is its own."""
-
-    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
-        output = model(batch["at"])
-        return 2 * nn.functional.cross_entropy(output, batch["labels"]), output
-
-
-def test_a_loss_of_the_users_own_over_batches_that_are_dicts() -> None:
-    model = net()
-    one = Weighted(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        TrainConfig(nprocs=2, epochs=2, compute_setup="cpu"),
-        metrics={"accuracy": Accuracy()},
-    )
-    data = Named(*points(90).tensors)
-    history = fitted(one, DataLoader(data, batch_size=8, shuffle=True), data)
-    assert 1.0 < history[0]["loss"] < 2.0  # twice that of a coin
-    assert 0.0 < history[-1]["valid_accuracy"] <= 1.0
 
 
 class Encodes(Trainer):
@@ -150,27 +115,6 @@ def test_gradients_of_untrained_parameters_do_not_count_in_the_norm() -> None:
     frozen.model[0].requires_grad_(False)  # type: ignore[index]
     assert timeless(fitted(frozen, points(64))) == timeless(fitted(idle, points(64)))
     assert all(map(torch.equal, weights(frozen), weights(idle)))
-
-
-class Diverges(Trainer):
-    """Its first validation has no figure."""
-
-    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
-        output = model(batch[0])
-        loss = nn.functional.cross_entropy(output, batch[1])
-        return loss * (math.nan if self.epoch == 0 and not model.training else 1), output
-
-
-def test_an_epoch_without_a_figure_is_not_the_best_one() -> None:
-    model = net()
-    one = Diverges(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        TrainConfig(nprocs=1, epochs=5, early_stop=2, compute_setup="cpu"),
-    )
-    losses = [figures["valid_loss"] for figures in fitted(one, points(64), points(32))]
-    assert math.isnan(losses[0])
-    assert len(losses) == 5  # each of the others is better than the one before
 
 
 # ------------------------------------------------------------------ resuming

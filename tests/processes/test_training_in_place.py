@@ -19,12 +19,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, TrainConfig, Trainer
 from tests.processes.trained import assert_same, fitted, points, trainer, weights
 
-pytestmark = pytest.mark.usefixtures("imported_ahead")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "one_thread", "quiet")
 
 
 class Here:

@@ -15,10 +15,7 @@ import nblaunch
 from nblaunch.training import Trainer, fit_display
 from tests.processes.trained import points, trainer
 
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 
 
 Reports = list[tuple[int, dict[str, float]]]

@@ -16,12 +16,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import TrainConfig, Trainer, checkpoint
 from tests.processes.trained import Breaks, assert_same, assert_same_run, fitted, points, timeless, trainer, weights
 
-pytestmark = pytest.mark.usefixtures("imported_ahead")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "one_thread", "quiet")
 
 
 def run(callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:

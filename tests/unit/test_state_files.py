@@ -432,6 +432,9 @@ def test_a_damaged_or_missing_state_is_refused(tmp_path: Path) -> None:
     (path / "state.pt").write_bytes(bytes(100))
     with pytest.raises(RuntimeError, match=r"state\.pt is damaged"):
         run.accelerator.load_state(path)
+    torch.save({"epoch": 3}, path / "state.pt")
+    with pytest.raises(ArgumentError, match=r"save_state did not write its state\.pt"):
+        run.accelerator.load_state(path)
     with pytest.raises(ArgumentError, match="there is no such folder"):
         run.accelerator.load_state(tmp_path / "none")
 
