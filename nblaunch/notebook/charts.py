@@ -37,6 +37,7 @@ _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]
 """Characters that XML or UTF-8 cannot hold, and invisible control characters."""
 _MIN_RANGE = 1e-280
 """Parts of a smaller range may be zero."""
+WIDTH, HEIGHT = 340, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 8.0, 8.0, 18.0
 
 Point = tuple[float, float]
@@ -180,16 +181,14 @@ class _Scale:
     x: tuple[float, float]
     y: tuple[float, float]
     """Of a logarithmic scale: the exponents of 10."""
-    width: float
-    height: float
     is_log: bool
 
     def across(self, x: float) -> float:
-        return _LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.width - _LEFT - _RIGHT)
+        return _LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (WIDTH - _LEFT - _RIGHT)
 
     def down(self, y: float) -> float:
         at = math.log10(y) if self.is_log else y
-        return self.height - _BOTTOM - (at - self.y[0]) / (self.y[1] - self.y[0]) * (self.height - _TOP - _BOTTOM)
+        return HEIGHT - _BOTTOM - (at - self.y[0]) / (self.y[1] - self.y[0]) * (HEIGHT - _TOP - _BOTTOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +225,6 @@ def line_chart(
     marked: Point | None = None,
     kind: Kind = "",
     way: Direction = "",
-    width: int = 340,
-    height: int = 150,
     most_points: int = MAX_POINTS,
 ) -> str:
     """Draw an SVG document on a transparent ground: a thin line for each rank and a thick one for their mean.
@@ -248,7 +245,7 @@ def line_chart(
     across = _span(x for x, _ in known if abs(x) < MAX_DRAWABLE)  # to the last x, even if its y is NaN
     levels = [y for x, y in known if is_drawable((x, y))] + [y for (_, y), _ in marks] + [0.0] * (kind == "rate")
     is_log = way == "down" and bool(levels) and 0 < LOG_RATIO * min(levels) <= max(levels)
-    scale = _Scale(across, _span(map(math.log10, levels) if is_log else levels), width, height, is_log)
+    scale = _Scale(across, _span(map(math.log10, levels) if is_log else levels), is_log)
     parts = _axes(scale, kind, is_flat=len(set(levels)) == 1)
     if len(ranks) > MAX_LINES:
         parts.append(_band(ranks, scale))
@@ -263,7 +260,7 @@ def line_chart(
         dashes = f' stroke-dasharray="{line.stroke.dashes}"' if line.stroke.dashes else ""
         parts.append(_line(downsampled(line.points, most_points), scale, line.stroke.colour, 2.0, dashes))
     parts += [_ring(point, scale, colour) for point, colour in marks if scale.x[0] <= point[0] <= scale.x[1]]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return (
         f'{head} role="img" font-family="sans-serif" font-size="10" fill="none" stroke-linejoin="round"'
         ' stroke-linecap="round">'
@@ -326,7 +323,7 @@ def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80
 
 
 def _axes(scale: _Scale, kind: Kind, *, is_flat: bool) -> list[str]:
-    bottom, right = scale.height - _BOTTOM, scale.width - _RIGHT
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
     parts = []
     levels = _log_ticks(*scale.y) if scale.is_log else [sum(scale.y) / 2] if is_flat else _ticks(*scale.y)
     plain = kind == "lr" and max(map(abs, levels)) >= 0.01  # the numbers of an axis are written alike

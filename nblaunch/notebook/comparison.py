@@ -24,7 +24,7 @@ from nblaunch.notebook.charts import (
     line_of,
     summarise,
 )
-from nblaunch.notebook.record import BOX, DIM, card, one_line
+from nblaunch.notebook.record import BOX, DIM, MONO, card, one_line
 
 if TYPE_CHECKING:
     import pandas
@@ -134,7 +134,9 @@ class Comparison:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record`."""
         cards = list(itertools.islice(filter(None, map(self._card, self._names)), _MAX_CHARTS))
-        content = "".join(cards) + self._table()
+        note = "last value, its difference to the first run's, and the best; means over the ranks"
+        table = f'<pre style="{MONO};overflow-x:auto;margin-top:10px">{escape(repr(self))}</pre>'
+        content = f'{"".join(cards)}{table}<div style="font-size:12px;{DIM}">{note}</div>'
         return {
             "text/plain": repr(self),
             "text/html": f'<div class="tex2jax_ignore mathjax_ignore" style="{BOX}">{content}</div>',
@@ -165,23 +167,6 @@ class Comparison:
         said = ", ".join(f"{label} {summary.latest_text}" for label, _, _, summary in runs)
         title = f"<b>{_text(name)}</b>{' by report' * runs[0][3].is_numbered}"
         return card([title, legend], data_uri(chart), _text(f"chart of {name}: {said}", 600))
-
-    def _table(self) -> str:
-        heads = "".join(
-            f'<th style="color:{colour_of(number)}">{_text(label)}</th>' for number, label in enumerate(self._summaries)
-        )
-        rows = "".join(
-            f"<tr><th>{_text(name)}</th>{''.join(f'<td>{_text(cell, 120)}</td>' for cell in cells)}</tr>"
-            for name, *cells in self._rows()
-        )
-        first = _text(next(iter(self._summaries)))
-        note = f"last value, its difference to that of {first}, and the best; means over the ranks"
-        return (
-            '<div style="overflow-x:auto;margin-top:10px"><table cellpadding="4" '
-            'style="border-collapse:collapse;text-align:right">'
-            f"<thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-            f'<div style="font-size:12px;{DIM}">{note}</div>'
-        )
 
 
 def _cell(summary: Summary | None, first: Summary | None) -> str:

@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from nblaunch.engines.protocol import Workers
-from nblaunch.launch.session_state import RankHolding, SessionState, command, restart_command
+from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.machine.usage import Usage
@@ -25,10 +25,6 @@ _MAX_RANKS = 64
 _CELL = "text-align:left;padding:1px 16px 1px 0;border:none"
 _SAMPLE_INTERVAL_S = 5.0
 """Between two measurements of the memory that a session holds."""
-_IDLE_HINT_S = 3600.0
-"""Without a task before the display of a session warns that it holds GPU memory."""
-_HINT_BYTES = 100 << 20
-"""GPU memory of an idle session from which the display says how to free it."""
 
 
 class SessionDisplay:
@@ -75,23 +71,14 @@ class SessionDisplay:
         self._usages = {usage.rank: usage for usage in meter.sample(self._workers(), alive)}
         self._gone = {each.pid for each in state.ranks if each.rank not in self._usages}
 
-    def _hint(self, state: SessionState) -> str:
-        held = sum(usage.gpu_memory or 0 for usage in self._usages.values())
-        if held < _HINT_BYTES or state.idle < _IDLE_HINT_S:
-            return ""
-        return (
-            f"It holds {in_words(held)} of GPU memory, and has been idle for over an hour: "
-            f"{command(state.name, 'stop')} frees it"
-        )
-
     def _show(self, state: SessionState) -> None:
-        html = as_html(state, self._usages, self._gone, self._hint(state))
+        html = as_html(state, self._usages, self._gone)
         if html != self._shown:
             self._shown = html
             self._display.show({"text/plain": state.text(), "text/html": html})
 
 
-def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int] = (), hint: str = "") -> str:
+def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int] = ()) -> str:
     """Return the display of a session. Gone: pids of ranks that have died since the last task."""
     since = time.strftime("%H:%M", time.localtime(time.time() - state.idle))  # a saved notebook shows it for long
     doing = "stopped" if not state.is_open else f"runs {state.running}" if state.running else f"idle since {since}"
@@ -105,9 +92,8 @@ def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[i
     if state.is_open and (dead := [each.rank for each in state.ranks if _is_dead(each, gone)]):
         restart = restart_command(state.name, dead if len(dead) < len(state.ranks) else ())
         table += f"<div>{escape(restart)} restarts {'it' if len(dead) == 1 else 'them'}</div>"
-    last = f"<div><b>{escape(hint)}</b></div>" if hint else ""
     style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:6px 14px;margin:2px 0;line-height:1.5"
-    return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{head}{"".join(lines)}{table}{last}</div>'
+    return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{head}{"".join(lines)}{table}</div>'
 
 
 def _table(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int]) -> str:

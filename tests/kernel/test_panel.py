@@ -176,7 +176,7 @@ def test_a_page_gets_the_record_and_a_later_cell_displays_it(page: Page) -> None
         page.send(kind="record", launch=launch)
     page.take_until(lambda: page.of("record"))
     assert page.of("record")[0]["html"].startswith(f'<div class="nblaunch-{launch} nblaunch-running ')
-    assert page.of("record")[0]["text"].startswith("waits: running for")
+    assert page.of("record")[0]["text"].startswith("waits … running for")
     assert page.kernel.ask("own is None and 'running</b>' in launch._repr_html_()")  # its own cell has the panel
     page.run(PRINTS + "result = notebook_launcher(prints, args=(2000,), num_processes=1)")
     page.take_until(lambda: page.of("delta")[-1].get("last"))

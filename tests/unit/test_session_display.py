@@ -47,7 +47,7 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def test_names_cannot_become_markup() -> None:
-    assert "<script>" not in as_html(session("<script>", ["<script>"]), {}, hint="<script>")
+    assert "<script>" not in as_html(session("<script>", ["<script>"]), {})
 
 
 def test_the_text_names_each_rank() -> None:
@@ -56,9 +56,8 @@ def test_the_text_names_each_rank() -> None:
     assert "rank 1: dead" in text
 
 
-def test_gpu_memory_and_a_hint_are_shown() -> None:
+def test_gpu_memory_is_shown() -> None:
     usages = {0: Usage(0, 0.0, 10, 0.5, 2_000_000_000), 1: Usage(1, 0.0, 10, None, None)}
-    html = as_html(session(), usages, hint="It holds 2 GB")
+    html = as_html(session(), usages)
     assert "GPU memory" in html
     assert "2.0 GB" in html
-    assert "<b>It holds 2 GB</b>" in html
