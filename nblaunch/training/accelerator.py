@@ -170,7 +170,8 @@ class Accelerator:
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch, any pytree, on the device; `dtype` applies to floating-point and complex tensors only."""
-        return move_batch(batch, self.device, self.dtype)
+        device = self.device
+        return to_device(batch, device, self.dtype, non_blocking=device.type == "cuda")  # copies of pinned memory
 
     def unwrap_model(self, model: Any) -> Any:
         """Return the user's own module, without DDP or ``torch.compile`` around it."""
@@ -591,16 +592,11 @@ class Preparation:
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         moves = self.dtype is not None or self.device.type != "cpu"
-        move = functools.partial(move_batch, device=self.device, dtype=self.dtype) if moves else None
         seed = agreed_seed(loader) if self.accelerator.seed is None else self.accelerator.seed
+        move = self.accelerator.prepare_batch if moves else None
         prepared = shard(loader, seed=seed, move=move, copies=self.accelerator.copies)
         prepared.observer = self.gradient_state
         return prepared
-
-
-def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return the batch on the device; copies from pinned memory are asynchronous."""
-    return to_device(batch, device, dtype, non_blocking=device.type == "cuda")
 
 
 def move_state(optimizer: Optimizer) -> None:

@@ -221,12 +221,14 @@ class TrainConfig:
         if self.schedule is None:
             return None
         if callable(self.schedule):
-            made = self.schedule(optimizer, steps)
+            made: object = self.schedule(optimizer, steps)
             if isinstance(made, ReduceLROnPlateau):
                 raise ArgumentError(
                     "schedule: a ReduceLROnPlateau steps by a result of validation: step it in a callback's "
                     "on_validation_end(trainer, results)"
                 )
+            if not isinstance(made, LRScheduler):  # its state would not be in the checkpoints
+                raise ArgumentError(f"schedule: the function returned {made!r:.80}: let it return an LRScheduler")
             return made
         return LambdaLR(optimizer, lambda step: self._factor(step, steps))
 

@@ -316,6 +316,9 @@ def test_a_schedule_of_the_users_own_gets_the_steps_and_is_none_by_results() -> 
     config = TrainConfig(schedule=schedule)
     with pytest.raises(ArgumentError, match=r"a ReduceLROnPlateau steps by a result of validation: step it in a callb"):
         config.make_scheduler(optimizer, steps=6)
+    schedule = lambda opt, steps: opt  # noqa: E731
+    with pytest.raises(ArgumentError, match=r"(?s)schedule: the function returned SGD .*: let it return an LRS"):
+        TrainConfig(schedule=schedule).make_scheduler(optimizer, steps=6)
 
 
 def of_width(width: int, folder: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **config: Any) -> Trainer:
