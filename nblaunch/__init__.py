@@ -12,9 +12,8 @@ if _typing.TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
     from nblaunch.launch.export import export
     from nblaunch.launch.handle import Launch
-    from nblaunch.launch.live_sessions import session
     from nblaunch.launch.result import LaunchResult
-    from nblaunch.launch.session import Session
+    from nblaunch.launch.session import Session, session
     from nblaunch.notebook.comparison import compare
     from nblaunch.ranks.report import progress, report
     from nblaunch.training.accelerator import Accelerator
@@ -44,7 +43,7 @@ _ROOMS = {
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",
-    "session": "nblaunch.launch.live_sessions",
+    "session": "nblaunch.launch.session",
 }
 
 

@@ -73,7 +73,7 @@ def _is_long(path: Path) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    fork_servers._PRELOAD += ("pytest", "nblaunch.launch.live_sessions")  # each rank imports a test file, and these
+    fork_servers._PRELOAD += ("pytest", "nblaunch.launch.session")  # each rank imports a test file, and these
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits SIG_IGN, and so would ranks
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours

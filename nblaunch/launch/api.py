@@ -13,9 +13,9 @@ from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, war
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.machines import machines_of, with_usable_method
+from nblaunch.launch.machines import planned, with_usable_method
 from nblaunch.launch.options import TABLE, Options
-from nblaunch.launch.plan import ANY_MACHINE, make_plan
+from nblaunch.launch.plan import make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views import preparing
 from nblaunch.machine.arguments import named_arguments
@@ -186,12 +186,7 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
-    """Plan a launch and pack its payload, which `gather` returns for a world size. The caller starts it.
-
-    Raises:
-        ArgumentError: An option does not fit the machines.
-        PayloadError: A part of the payload cannot be sent.
-    """
+    """Plan a launch and pack its payload, which `gather` returns for a world size. The caller starts it."""
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     try:
         return _prepare(gather, options)
@@ -200,11 +195,8 @@ def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
 
 
 def _prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
-    engine = current.chosen(options.engine, options.num_nodes)
-    if not engine.is_local:
-        make_plan([ANY_MACHINE], engine, options)  # before a node is asked for
     shown = host().view(options.view)
-    plan = make_plan(machines_of(engine, shown), engine, options)
+    engine, plan = planned(options, shown)
     payload = gather(plan.world_size)
     plan = with_usable_method(plan, engine, shown)
     if options.preload:
@@ -212,7 +204,7 @@ def _prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
     with preparing(shown, payloads.name_of(payload.function)):
         shares_memory = plan.method == "fork"
         shipment = payloads.share(payload) if shares_memory else payloads.ship(payload, engine.is_local)
-    return Launch(plan, payload, shipment, shown, engine)
+    return Launch(plan, shipment, shown, engine)
 
 
 def refuse_nested() -> None:

@@ -8,31 +8,27 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nblaunch.launch.debug_console import DebugConsole, Prompt
 from nblaunch.launch.frontend import host
+from nblaunch.launch.payload import Shipment
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.text_view import is_terminal
 from nblaunch.launch.views import Note, Stream, View
 from nblaunch.machine import timeouts
-from nblaunch.wire.messages import (
-    Debugging,
-    Payload,
-    Question,
-    Source,
-)
+from nblaunch.wire.messages import Debugging, Question
 
 _log = logging.getLogger(__name__)
 
 
-def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> DebugConsole:
+def console_for(plan: Plan, shipment: Shipment) -> DebugConsole:
     can_type = host().can_type() and threading.current_thread() is threading.main_thread()
-    is_question = isinstance(payload.function, Question)
+    is_question = isinstance(shipment.payload.function, Question)
     post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
     fails = plan.options.on_breakpoint == "fail"
-    return DebugConsole(plan.world_size, sources, Debugging(can_type, fails, post_mortem))
+    return DebugConsole(plan.world_size, shipment.sources, Debugging(can_type, fails, post_mortem))
 
 
 class CellInput:

@@ -19,7 +19,6 @@ class Commands(Wakeup):
         super().__init__()
         self.stop = False
         self.kill = False
-        self.stacks = False
         self.interrupts_to_kill = 0
         self._lock = threading.RLock()
         self._waiting: list[tuple[float, Future[dict[int, str]]]] = []
@@ -29,11 +28,6 @@ class Commands(Wakeup):
         with self._lock:
             self.stop = True
             self.kill = self.kill or kill
-            self.set()
-
-    def ask_stacks(self) -> None:
-        with self._lock:
-            self.stacks = True
             self.set()
 
     def want_stacks(self, timeout: float) -> Future[dict[int, str]]:
@@ -47,11 +41,10 @@ class Commands(Wakeup):
                 self.set()
         return future
 
-    def take_stacks(self) -> tuple[bool, list[tuple[float, Future[dict[int, str]]]]]:
-        """Return and clear `stacks`, and the (timeout, future) pairs of `want_stacks`."""
+    def take_stacks(self) -> list[tuple[float, Future[dict[int, str]]]]:
+        """Return and clear the (timeout, future) pairs of `want_stacks`."""
         with self._lock:
-            taken = self.stacks, self._waiting
-            self.stacks, self._waiting = False, []
+            taken, self._waiting = self._waiting, []
             return taken
 
     def set(self) -> None:

@@ -59,7 +59,6 @@ class _OpenDebugger:
 
     opened: Opened
     sources: Mapping[str, Source]
-    """The cells, by file name."""
     is_news: bool = False
     """The user is to be told once it takes a command."""
     asked: Asked | None = None
@@ -68,9 +67,6 @@ class _OpenDebugger:
     is_called: bool = False
     """``all`` has sent it a command: show its answer, whichever rank is in front."""
     answer: list[str] = field(default_factory=list)
-    """What it has printed for that."""
-    in_step: bool = False
-    """An ``input`` in a line that the user has stepped over: the debugger opens again after it."""
 
     @property
     def state(self) -> str:
@@ -197,15 +193,12 @@ class DebugConsole:
             self.has_quit = self.has_quit or message.quits
             self.has_examined = self.has_examined or top.opened.by == "exception"
             if message.rank == self._front and not open_here:
-                is_step = message.steps or top.in_step
-                self._front, self._steps_since = (message.rank, self._clock()) if is_step else (None, None)
+                self._front, self._steps_since = (message.rank, self._clock()) if message.steps else (None, None)
 
     def left(self, fates: Mapping[int, Callable[[], str]], *, is_stopping: bool = False) -> None:
-        """Close what ranks that have left the task had open.
+        """Close what ranks that have left the task had open. `fates` return how each has failed; empty if it has not.
 
-        Args:
-            fates: For each of these ranks, returns how it has failed; empty if it has not.
-            is_stopping: The task is being stopped: failures are no news.
+        `is_stopping`: the task is being stopped: failures are no news.
         """
         with self._lock:
             for rank, fate in fates.items():
@@ -257,7 +250,6 @@ class DebugConsole:
         """Show that a debugger is open; `is_wanted`: the user waits for it."""
         opened, is_front = debugger.opened, debugger.opened.rank == self._front
         if is_front and not opened.command:
-            debugger.in_step = opened.by == "input" and self._steps_since is not None
             self._steps_since = None
         if opened.command or opened.by == "input":
             return
@@ -344,7 +336,6 @@ class DebugConsole:
             return self._prompt
 
     def wait(self, seconds: float) -> None:
-        """Wait until something has changed since the last call."""
         with suppress(queue.Empty):
             self._news.get(timeout=seconds)
 

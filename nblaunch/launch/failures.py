@@ -92,13 +92,11 @@ class Account:
     files: LaunchFiles
     sources: Mapping[str, Source]
     logs: Mapping[int, Mapping[Stream, Log]]
-    """What each rank has printed."""
     hint: str = ""
     """What to do about a missing process group; empty if there is one."""
     difference: str = ""
     """See `Task.difference`."""
     session: str = ""
-    """The session's name; empty for a launch."""
     hosts: Sequence[str] = ()
     """The node of each rank; none if all are on the notebook's own machine."""
     is_shown: bool = False
@@ -135,7 +133,6 @@ def answer_of(end: RankEnd, asked: str, session: str, files: LaunchFiles) -> Any
 
 
 def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> Any:
-    """Give the error its rank, the rank's traceback, and IPython's rendering."""
     error.rank = cause.rank
     _add_memory_notes(error, failed)
     if failed.advice:
@@ -143,7 +140,8 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
     names = host().notebook_names() or {}
-    if unsent := unsent_name(failed, account.sources) or unsent_attribute(failed, host().cells(), names):
+    unsent = unsent_name(failed, account.sources) or unsent_attribute(failed, host().cells(), names)
+    if unsent and not account.asked:
         add_note(error, unsent)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
@@ -407,7 +405,6 @@ def describe(error: BaseException, account: Account | None) -> Failure:
     if isinstance(error, NblaunchError):
         text = text.strip().removesuffix(f"Log: {log}").rstrip()  # the view shows it
     said = headline_of(type(error).__name__, text)
-    details = said.details or "\n".join(_leaves(error))
     is_whole = isinstance(error, RankError) and error.rank >= 0  # it names the rank and what happened
     return Failure(
         rank,
@@ -417,15 +414,8 @@ def describe(error: BaseException, account: Account | None) -> Failure:
         source,
         traceback.rstrip(),
         others,
-        details,
+        said.details,
     )
-
-
-def _leaves(error: BaseException) -> list[str]:
-    parts = getattr(error, "exceptions", ())
-    if not isinstance(parts, tuple) or not all(isinstance(part, BaseException) for part in parts):
-        return []
-    return [line for part in parts for line in _leaves(part) or [str(headline_of(type(part).__name__, text_of(part)))]]
 
 
 def _users_line(traceback: str) -> tuple[str, str]:

@@ -88,11 +88,7 @@ def wait_in_steps(
 ) -> bool:
     """Wait for `over` in steps short enough to notice signals, and call `between` after each. Return True if it is set.
 
-    Args:
-        over: The event to wait for.
-        timeout: Seconds; None waits forever.
-        step: Seconds of one step. Default: `timeouts.SIGNAL_CHECK_INTERVAL_S`.
-        between: See above.
+    `timeout` None waits forever. A step takes `timeouts.SIGNAL_CHECK_INTERVAL_S` by default.
     """
     step = timeouts.SIGNAL_CHECK_INTERVAL_S if step is None else step
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
@@ -108,7 +104,6 @@ def host() -> Frontend:
 
 
 def register(frontend: Frontend | None) -> None:
-    """Set the frontend of later launches; None for a script's."""
     global _registered
     _registered = frontend
 

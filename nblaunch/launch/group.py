@@ -69,7 +69,6 @@ class WorkerGroup:
         return [member.rank for member in self.members if member.exited is None]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> None:
-        """Start every rank; `environment` returns the variables of a rank."""
         self.members = [Member(worker.rank, worker) for worker in self.workers.start(environment)]
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> None:
@@ -111,10 +110,10 @@ class WorkerGroup:
             self.is_lost = True
         return event
 
-    def signal(self, rank: int, signum: int, group: bool = False) -> None:
-        self.members[rank].worker.signal(signum, group)
-        if signum == signal.SIGKILL:
-            self._killed.add(rank)
+    def kill(self, rank: int) -> None:
+        """Kill a rank, with its process group."""
+        self.members[rank].worker.signal(signal.SIGKILL, True)
+        self._killed.add(rank)
 
     def _check(self, now: float) -> None:
         """Give up on workers that give no sign of life: after the last exit, after SIGKILL, or at the start."""

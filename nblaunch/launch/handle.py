@@ -29,13 +29,24 @@ from nblaunch.launch.session_ranks import BusyError, SessionRanks
 from nblaunch.launch.stopping import ByUser, Told
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views import Begun, Ended, LaunchInfo, Note, Outcome, ShieldedView, Started, State, View
+from nblaunch.launch.views import (
+    Begun,
+    Ended,
+    LaunchInfo,
+    Note,
+    Outcome,
+    ShieldedView,
+    StacksShown,
+    Started,
+    State,
+    View,
+)
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.machine.limits import process_advice, remedy
 from nblaunch.transfer.parcel import unpack
 from nblaunch.transfer.pickling import OfNotebookError
-from nblaunch.wire.messages import Cell, Payload
+from nblaunch.wire.messages import Cell
 
 _log = logging.getLogger(__name__)
 _live: dict[str, Launch] = {}
@@ -62,13 +73,12 @@ class Launch:
         console: Where the debuggers of the ranks print, and the user types.
     """
 
-    def __init__(
-        self, plan: Plan, payload: Payload, shipment: Shipment, view: View, engine: Engine, place: Place | None = None
-    ) -> None:
-        self.name = name_of(payload.function)
+    def __init__(self, plan: Plan, shipment: Shipment, view: View, engine: Engine, place: Place | None = None) -> None:
+        self.name = name_of(shipment.payload.function)
         self.world_size = plan.world_size
         self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
-        self._plan, self._shipment, self._view = plan, shipment, ShieldedView(view)
+        self._plan, self._view = plan, ShieldedView(view)
+        self._parcel, self._sent = shipment.parcel, shipment.sent
         self._engine, self._place = engine, place
         """The session whose ranks it uses; None: it starts its own."""
         self._commands = Commands()
@@ -77,23 +87,19 @@ class Launch:
         self._interrupts = 0
         """Of the user, while the caller waits."""
         self._begin = time.monotonic()
-        self.console = console_for(plan, payload, shipment.sources)
+        self.console = console_for(plan, shipment)
         self._input = CellInput(self.console, self._view)
         self._job = Job(
             plan,
             self.id,
             this_process(),
-            payload,
-            () if shipment.parcel is None else shipment.parcel.fds,
-            shipment.sources,
+            shipment,
             float("inf") if plan.options.timeout is None else self._begin + plan.options.timeout,
             self.console,
         )
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
-        """Of the last attempt."""
         self._returned: dict[int, Any] = {}
-        """Return values by rank."""
         self._crash = ""
         """A crash after every rank had returned, until `result` has warned of it."""
         self._account: failures.Account | None = None
@@ -127,7 +133,6 @@ class Launch:
             self._release()
 
     def runs_in(self, ranks: SessionRanks) -> bool:
-        """Return True if it runs, or is to run, on these kept ranks."""
         return self._place is not None and self._place.ranks is ranks
 
     @property
@@ -176,7 +181,12 @@ class Launch:
 
     def ask_stacks(self) -> None:
         """Show the stacks of the ranks in the launch's view. Returns at once."""
-        self._commands.ask_stacks()
+
+        def show(asked: concurrent.futures.Future[dict[int, str]]) -> None:
+            if stacks := asked.result():  # else the launch has ended
+                self._view.on(StacksShown(stacks))
+
+        self._commands.want_stacks(timeouts.STACKS_TIMEOUT_S).add_done_callback(show)
 
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
         """Return the Python stacks of each rank, including ranks that are stuck in C code. The ranks keep running.
@@ -285,11 +295,10 @@ class Launch:
     def _release(self) -> None:
         _live.pop(self.id, None)
         self._commands.close()
-        if self._shipment.parcel is not None:
-            self._shipment.parcel.close()
+        if self._parcel is not None:
+            self._parcel.close()
         if self._place is not None:
             self._place.ranks.queue.discard(self._place.ticket)
-            self._place = replace(self._place, names={})
         self._finished.set()
 
     def _run(self) -> None:
@@ -308,7 +317,7 @@ class Launch:
                 self._replace_lost_nodes()
             self._view.on(Started(self._info(files, number)))
             if number == 0:
-                for note in notes_on(self._shipment.sent, _noted):
+                for note in notes_on(self._sent, _noted):
                     self._view.on(Note(note))
             run, verdict = self._run_ranks(number, files)
             error = self._conclude(verdict, run, files)
@@ -344,7 +353,7 @@ class Launch:
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, where, kept = self._plan, files.directory, self.keeps_ranks
         name = f"{self.name}, session {self._place.ranks.name}" if self._place is not None else self.name
-        function = self._job.payload.function
+        function = self._job.shipment.payload.function
         only = function.ranks if isinstance(function, Cell) else None
         shown = self.id, name, plan.world_size, plan.device, where, number, plan.env, files
         return LaunchInfo(*shown, is_session=kept, hosts=plan.hosts, only=only)
@@ -365,7 +374,7 @@ class Launch:
             self.name,
             [rank.end for rank in task.present],
             files,
-            self._job.sources,
+            self._job.shipment.sources,
             {rank.rank: rank.logs for rank in written},
             run.hint,
             task.difference,
@@ -381,7 +390,7 @@ class Launch:
             metrics = Metrics(run.output.reports, any(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
             values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
-            sent, record_html = self._shipment.sent, self._view.record_html
+            sent, record_html = self._sent, self._view.record_html
             self._result = LaunchResult(self.name, values, metrics, logs, seconds, sent, record_html)
             changed = {name for rank in task.ranks if rank.done is not None for name in rank.done.changed}
             for name in sorted(changed - _noted):
@@ -406,7 +415,6 @@ class Launch:
         return error
 
     def _load_results(self, parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> BaseException | None:
-        """Load what the ranks have returned. Return the error of the first value that cannot be rebuilt here."""
         self._returned, error = {}, None
         for rank, fds in sorted(parcels.items()):
             try:
@@ -437,5 +445,4 @@ def _places(task: Task) -> str:
 
 
 def live_launches() -> list[Launch]:
-    """Return the launches of this kernel that have not ended, oldest first."""
     return list(_live.values())

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+from nblaunch.engines import current
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch.failures import interruption
 from nblaunch.launch.frontend import host
-from nblaunch.launch.plan import Plan
+from nblaunch.launch.options import Options
+from nblaunch.launch.plan import ANY_MACHINE, Plan, make_plan
 from nblaunch.launch.views import Preparing, ShieldedView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
@@ -20,7 +22,15 @@ from nblaunch.machine.inventory import Machine
 _log = logging.getLogger(__name__)
 
 
-def machines_of(engine: Engine, view: View) -> Sequence[Machine]:
+def planned(options: Options, view: View) -> tuple[Engine, Plan]:
+    """Return the engine and the plan of a launch or session. Its start method is not yet known to work."""
+    engine = current.chosen(options.engine, options.num_nodes)
+    if not engine.is_local:
+        make_plan([ANY_MACHINE], engine, options)  # before a node is asked for
+    return engine, make_plan(_machines_of(engine, view), engine, options)
+
+
+def _machines_of(engine: Engine, view: View) -> Sequence[Machine]:
     """Return the machines of an engine. Meanwhile a view says what is waited for, and its user may cancel."""
     return engine.machines(lambda text: None) if engine.is_local else _Wait(engine, ShieldedView(view)).run()
 

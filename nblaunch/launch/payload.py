@@ -24,31 +24,32 @@ from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.wire.messages import Cell, Payload, Question, RootLogger, Settings, Source, WarningFilter
 
-_FIX = "create it inside the function, or send the data to create it from"
+_FIX = "create it in the ranks, or send the data to create it from"
 
 
 def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None = None) -> Payload:
-    """Check the arguments of a function, and collect the payload.
-
-    Raises:
-        ArgumentError: The function cannot be called with these arguments.
-    """
-    if not callable(function):
-        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise ArgumentError(f"args={_begin_of(args)}: must be a tuple; for one argument write args=(value,)")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise ArgumentError(f"kwargs={_begin_of(kwargs)}: must be a dict with string keys")
     args, kwargs = tuple(args), dict(kwargs or {})
-    try:
-        by_name = parameters.check(function, args, kwargs, world_size)
-    except TypeError as error:
-        raise ArgumentError(f"{parameters.summary(args, kwargs)} do not fit {name_of(function)}: {error}") from None
+    by_name = arguments_of(function, args, kwargs, world_size)
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
     namespace = namespace_of_notebook()
     needed = _unseen([(name_of(function), function), *by_name.items()], namespace)
     anchor = _anchor(namespace, sorted(needed))
     return Payload(function, args, kwargs, anchor, settings(), watched, **effects_of_cells())
+
+
+def arguments_of(function: Any, args: Any, kwargs: Any, world_size: int | None) -> dict[str, Any]:
+    """Return the arguments by the names of a function's parameters; raise ArgumentError if they do not fit."""
+    if not callable(function):
+        cell = "; %%distributed runs a cell" if isinstance(function, str) else ""
+        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}{cell}")
+    try:
+        return parameters.check(function, args, kwargs, world_size)
+    except TypeError as error:
+        raise ArgumentError(f"{parameters.summary(args, kwargs)} do not fit {name_of(function)}: {error}") from None
 
 
 def _begin_of(value: Any) -> str:
@@ -73,23 +74,31 @@ def effects_of_cells() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """A payload, packed."""
-
+    payload: Payload
     parcel: Parcel | None
     """None if the ranks share the kernel's memory."""
     sources: Mapping[str, Source]
+    """The cells that define its functions."""
     sent: Sent
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return () if self.parcel is None else self.parcel.fds
 
 
 def ship(payload: Payload, is_here: bool = True) -> Shipment:
-    """Pack a payload, with the sources and the names in ``__main__`` that pickling finds.
+    """Pack a payload, or raise a PayloadError that names the part that cannot be sent."""
+    try:
+        return packed(payload, parts_of(payload), None, is_here=is_here)
+    except ArgumentError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
+        raise not_sent(name_of(payload.function), _suspects(payload), error) from None
 
-    Raises:
-        PayloadError: A part cannot be sent, or memory is insufficient; the message names the part.
-    """
-    sources: dict[str, Source] = {}
-    if isinstance(payload.function, Cell):
-        sources.update(sources_in(payload))
+
+def packed(payload: Payload, parts: Mapping[str, Any], home: pickling.Home | None, *, is_here: bool) -> Shipment:
+    """Pack a payload with the sources and the names in ``__main__`` that pickling finds. It may raise anything."""
+    sources = sources_in(payload) if isinstance(payload.function, Cell) else {}  # pickling finds those of functions
 
     def note(files: set[str]) -> dict[str, Source]:
         sources.update(sources_of(files))
@@ -100,26 +109,25 @@ def ship(payload: Payload, is_here: bool = True) -> Shipment:
             payload, sources=pickling.Late(lambda: note(found.files)), main=pickling.Late(lambda: found.main)
         )
 
-    try:
-        parcel = pack(build, parts_of(payload), is_cached=True, is_here=is_here)
-    except ArgumentError:
-        raise
-    except NoRoomError as error:
-        raise PayloadError(
-            f"{name_of(payload.function)} cannot be sent to the ranks ({named(error.sizes)}): {error.strerror}"
-        ) from None
-    except Exception as error:
-        is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
-        reason = f"{error} (ulimit -n; each tensor in shared memory takes one)" if is_full else str(error)
-        raise PayloadError(
-            _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {reason}"
-        ) from error
-    return Shipment(parcel, sources, Sent.of(parcel))
+    parcel = pack(build, parts, home, is_cached=True, is_here=is_here)
+    return Shipment(payload, parcel, sources, Sent.of(parcel))
+
+
+def not_sent(name: str, suspects: Iterable[tuple[str, Any]], error: Exception) -> PayloadError:
+    """Return the error for what could not be packed, which names one of the suspects if it is the cause."""
+    if isinstance(error, NoRoomError):
+        return PayloadError(f"{name} cannot be sent to the ranks ({named(error.sizes)}): {error.strerror}")
+    for suspect, value in suspects:
+        if (reason := pickling.explain(value, suspect)) is not None:
+            return PayloadError(f"{reason}: {reason.advice or _FIX}")
+    is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
+    advice = " (ulimit -n; each tensor in shared memory takes one)" if is_full else ""
+    return PayloadError(f"{name} cannot be sent to the ranks: {error}{advice}")
 
 
 def share(payload: Payload) -> Shipment:
     """Return a shipment for ranks that are forked from the kernel: nothing is packed."""
-    return Shipment(None, sources_in(payload), NOTHING_SENT)
+    return Shipment(payload, None, sources_in(payload), NOTHING_SENT)
 
 
 def sources_in(payload: Payload) -> dict[str, Source]:
@@ -140,7 +148,6 @@ def sources_of(files: set[str]) -> dict[str, Source]:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function for messages, or the name of its type."""
     if isinstance(function, Cell):
         return function.label or "the cell"
     if isinstance(function, Question):
@@ -152,22 +159,15 @@ def name_of(function: Any) -> str:
     )
 
 
-def _why(payload: Payload) -> str:
-    function = payload.function
-    if isinstance(function, Cell):
-        names = payload.anchor.__code__.co_names
-        suspects = [(f"the cell uses `{name}`", payload.anchor.__globals__[name]) for name in names]
-    else:
-        suspects = [(f"`{name_of(function)}`", function)]
-        suspects += [(f"args[{i}]", value) for i, value in enumerate(payload.args)]
-        suspects += [(f"kwargs[{name!r}]", value) for name, value in payload.kwargs.items()]
-        names = payload.anchor.__code__.co_names
-        suspects += [(f"`{name}`, used by a class in it", payload.anchor.__globals__[name]) for name in names]
-    for name, value in suspects:
-        reason = pickling.explain(value, name)
-        if reason is not None:
-            return f"{reason}: {reason.advice or _FIX}"
-    return ""
+def _suspects(payload: Payload) -> Iterator[tuple[str, Any]]:
+    function, names = payload.function, payload.anchor.__code__.co_names
+    if not isinstance(function, Cell):
+        yield f"`{name_of(function)}`", function
+        yield from ((f"args[{i}]", value) for i, value in enumerate(payload.args))
+        yield from ((f"kwargs[{name!r}]", value) for name, value in payload.kwargs.items())
+    for name in names:
+        uses = f"the cell uses `{name}`" if isinstance(function, Cell) else f"`{name}`, used by a class in it"
+        yield uses, payload.anchor.__globals__[name]
 
 
 def parts_of(payload: Payload) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class RankPlace:
     """Where one rank runs, and what it has there."""
 
     node: int
-    """The node, from 0; torchrun's group rank."""
     local_rank: int
     local_world_size: int
     device: str
@@ -54,10 +53,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of one launch, validated."""
-
     places: tuple[RankPlace, ...]
-    """One for each rank."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     backend: str
@@ -122,11 +118,7 @@ class Plan:
 
 
 def make_plan(machines: Sequence[Machine], engine: Engine, options: Options | None = None) -> Plan:
-    """Settle ranks, devices, backend, threads and environment.
-
-    Raises:
-        ArgumentError: The options do not fit the machines; the message starts with the name and value of one.
-    """
+    """Settle ranks, devices, backend, threads and environment, or raise ArgumentError."""
     options = Options() if options is None else options
     if machines[0].platform == "win32":
         raise ArgumentError("nblaunch runs on Linux and macOS; on Windows, run the notebook inside WSL 2")
@@ -233,11 +225,7 @@ def _is_launch_variable(name: str) -> bool:
 
 
 def moved(plan: Plan, machines: Sequence[Machine]) -> Plan:
-    """Return the plan for other nodes: those that were lost have been replaced.
-
-    Raises:
-        StartError: A node has not enough GPUs.
-    """
+    """Return the plan for other nodes: those that were lost have been replaced."""
     for place in plan.places:
         node = machines[place.node]
         if plan.device == "cuda" and node.gpus < place.local_world_size and plan.backend != "gloo":

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from nblaunch.errors import ArgumentError, NblaunchError, RankDiedError, RankLostError
 from nblaunch.launch import failures
 from nblaunch.launch.frontend import host, wait_in_steps
+from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
 from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
@@ -27,125 +28,111 @@ from nblaunch.wire.messages import Bound, Payload, Question, SentName, Settings
 T = TypeVar("T")
 
 
-class Questions:
-    """See the module. Thread-safe."""
+def ask(
+    ranks: SessionRanks,
+    question: Question,
+    names: Mapping[str, SentName] | None = None,
+    *,
+    home: Home | None = None,
+    within: float | None = None,
+) -> dict[int, Any]:
+    """Ask the ranks, which bind these names first, and return the answer of each, or raise it.
 
-    def __init__(self, ranks: SessionRanks) -> None:
-        self._ranks = ranks
+    A rank that does not answer is interrupted, and left alone if it does not respond to that either. BusyError: the
+    ranks have not become idle and answered `within` these seconds.
+    """
+    deadline = float("inf") if within is None else time.monotonic() + within
+    stop = threading.Event()
+    ticket = Ticket()
 
-    def ask(
-        self,
-        question: Question,
-        names: Mapping[str, SentName] | None = None,
-        *,
-        home: Home | None = None,
-        within: float | None = None,
-    ) -> dict[int, Any]:
-        """Ask the ranks, and return the answer of each.
+    def work() -> dict[int, list[int]]:
+        ranks.queue.enqueue(ticket)
+        with ranks.claimed(ticket, lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
+            return ask_now(ranks, question, names, home=home, deadline=deadline, stop=stop)
 
-        A rank that does not answer is interrupted, and left alone if it does not respond to that either.
+    __tracebackhide__ = True  # IPython omits this frame
+    waits_for = partial(ranks.said_of_queue, ticket) if within is None else str
+    return in_thread(lambda: _unpacked(work(), question.text), stop, waits_for)
 
-        Args:
-            question: What to ask.
-            names: Names to bind first.
-            home: For the pickler.
-            within: Seconds for the ranks to become idle and to answer. Default: no limit.
 
-        Raises:
-            BusyError: The ranks did not answer in time.
-            RankDiedError: A rank is dead.
-            Exception: The answer of a rank, if it is an exception; KeyboardInterrupt if the user has interrupted.
-        """
-        deadline = float("inf") if within is None else time.monotonic() + within
-        stop = threading.Event()
-        ticket = Ticket()
+def look(ranks: SessionRanks) -> None:
+    """Note ranks that have died meanwhile, unless a task runs."""
+    in_thread(ranks.look, threading.Event(), str)
 
-        def work() -> dict[int, list[int]]:
-            self._ranks.queue.enqueue(ticket)
-            with self._ranks.claimed(ticket, lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
-                return self.ask_now(question, names, home=home, deadline=deadline, stop=stop)
 
-        __tracebackhide__ = True  # IPython omits this frame
-        waits_for = partial(self._ranks.said_of_queue, ticket) if within is None else str
-        return in_thread(lambda: _unpacked(work(), question.text), stop, waits_for)
+def ask_now(
+    ranks: SessionRanks,
+    question: Question,
+    names: Mapping[str, SentName] | None = None,
+    *,
+    home: Home | None = None,
+    deadline: float = float("inf"),
+    stop: threading.Event,
+) -> dict[int, list[int]]:
+    """Ask ranks that the caller has claimed; return the packed answers, whose descriptors the caller closes."""
+    names = names or {}
+    parcel = pack(
+        lambda found: Payload(question, (), {}, None, Settings(), {}, names=names),
+        {name: sent.value for name, sent in names.items()},
+        home,
+        is_here=ranks.sent.is_here,
+    )
+    try:
+        is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit
+        code = question.text if is_code else ""
+        return send(ranks, parcel.fds, question.ranks, names, deadline, stop, code=code)
+    finally:
+        parcel.close()
 
-    def look(self) -> None:
-        """Note ranks that have died meanwhile, unless a task runs."""
-        in_thread(self._ranks.look, threading.Event(), str)
 
-    def ask_now(
-        self,
-        question: Question,
-        names: Mapping[str, SentName] | None = None,
-        *,
-        home: Home | None = None,
-        deadline: float = float("inf"),
-        stop: threading.Event,
-    ) -> dict[int, list[int]]:
-        """Ask ranks that the caller has claimed; return the packed answers, whose descriptors the caller closes."""
-        names = names or {}
-        parcel = pack(
-            lambda found: Payload(question, (), {}, None, Settings(), {}, names=names),
-            {name: sent.value for name, sent in names.items()},
-            home,
-            is_here=self._ranks.sent.is_here,
-        )
-        try:
-            is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit
-            code = question.text if is_code else ""
-            return self.send(parcel.fds, question.ranks, names, deadline, stop, code=code)
-        finally:
-            parcel.close()
+def send(
+    ranks: SessionRanks,
+    fds: Sequence[int],
+    wanted: Collection[int] | None,
+    names: Mapping[str, SentName],
+    deadline: float,
+    stop: threading.Event,
+    *,
+    code: str = "",
+) -> dict[int, list[int]]:
+    """Send a packed question to ranks that the caller has claimed; see `ask_now`.
 
-    def send(
-        self,
-        fds: Sequence[int],
-        wanted: Collection[int] | None,
-        names: Mapping[str, SentName],
-        deadline: float,
-        stop: threading.Event,
-        *,
-        code: str = "",
-    ) -> dict[int, list[int]]:
-        """Send a packed question to ranks that the caller has claimed; see `ask_now`.
+    `code` of the user may call collectives: all ranks join their process group, and are freed from a collective at
+    the price of the group when the question ends early. `wanted` are the ranks whose answers matter; None: all.
+    """
+    is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
+    task = ranks.new_question(bool(code), joins=bool(code) and is_of_all)
+    try:
+        task.send(ranks.world, fds, path=ranks.path, wanted=wanted)
+        _await(ranks.group, task, deadline, stop)
+        ranks.finish(task, names, Settings())
+        ranks.check_group()
+        ranks.group.raise_refusal()  # it concerns the rank that was restarted
+        asked = task.present if wanted is None else [task.ranks[number] for number in wanted]
+        failed = [rank.failed for rank in asked if rank.failed is not None]
+        if failed:  # the first, unless it comes from a collective that another failure has ended
+            first = min(failed, key=lambda each: (bool(each.collective), each.time_ns))
+            raise failures.answer_of(task.ranks[first.rank].end, code, ranks.name, ranks.files)
+        for rank in asked:
+            if rank.member.exited is not None:
+                restart = restart_command(ranks.name, [rank.rank])
+                raise RankDiedError(f"rank {rank.rank} is dead: {restart} restarts it", rank.rank)
+            if rank.done is None:
+                raise BusyError
+        return task.take_results()
+    finally:
+        task.close()
 
-        `code` of the user may call collectives: all ranks join their process group, and are freed from a collective at
-        the price of the group when the question ends early. `wanted` are the ranks whose answers matter; None: all.
-        """
-        ranks = self._ranks
-        is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
-        task = ranks.new_question(bool(code), joins=bool(code) and is_of_all)
-        try:
-            task.send(ranks.world, fds, path=ranks.path, wanted=wanted)
-            self._await(task, deadline, stop)
-            ranks.finish(task, names, Settings())
-            ranks.check_group()
-            ranks.group.raise_refusal()  # it concerns the rank that was restarted
-            asked = task.present if wanted is None else [task.ranks[number] for number in wanted]
-            failed = [rank.failed for rank in asked if rank.failed is not None]
-            if failed:  # the first, unless it comes from a collective that another failure has ended
-                first = min(failed, key=lambda each: (bool(each.collective), each.time_ns))
-                raise failures.answer_of(task.ranks[first.rank].end, code, ranks.name, ranks.files)
-            for rank in asked:
-                if rank.member.exited is not None:
-                    restart = restart_command(ranks.name, [rank.rank])
-                    raise RankDiedError(f"rank {rank.rank} is dead: {restart} restarts it", rank.rank)
-                if rank.done is None:
-                    raise BusyError
-            return task.take_results()
-        finally:
-            task.close()
 
-    def _await(self, task: Task, deadline: float, stop: threading.Event) -> None:
-        """Wait for the answers. Ranks that have not answered when the time is over, or one has failed, are stopped."""
-        group = self._ranks.group
-        while not (task.is_over or task.is_given_up or group.is_over or group.refusal):
-            for event in group.wait(min(timeouts.LOG_POLL_S, max(0.0, deadline - time.monotonic()))):
-                task.take(event)
-            if stop.is_set() or time.monotonic() > deadline:
-                deadline = float("inf")
-                task.give_up()
-            task.step()
+def _await(group: WorkerGroup, task: Task, deadline: float, stop: threading.Event) -> None:
+    """Wait for the answers. Ranks that have not answered when the time is over, or one has failed, are stopped."""
+    while not (task.is_over or task.is_given_up or group.is_over or group.refusal):
+        for event in group.wait(min(timeouts.LOG_POLL_S, max(0.0, deadline - time.monotonic()))):
+            task.take(event)
+        if stop.is_set() or time.monotonic() > deadline:
+            deadline = float("inf")
+            task.give_up()
+        task.step()
 
 
 def in_thread(work: Callable[[], T], stop: threading.Event, waits_for: Callable[[], str]) -> T:
@@ -222,76 +209,66 @@ def close_all(answers: Mapping[int, Sequence[int]]) -> None:
             os.close(fd)
 
 
-class Restart:
-    """Restarts ranks in one turn of the queue: asks the old ranks for their names, then sends these to the new ranks.
+def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list[str]) -> None:
+    """Start ranks again in one turn of the queue, and replace the process group with the next task.
 
-    Attributes:
-        lost: What could not be kept as it was, in words.
+    `keep`: ask the old ranks for their names, and send these to the new ranks; to `lost` comes what could not be kept
+    as it was. A KeyboardInterrupt changes nothing as long as the old ranks live. Later, the restart goes on; only names
+    whose loading is interrupted are lost.
     """
+    ticket, stop = Ticket("the restart"), threading.Event()
 
-    def __init__(self, ranks: SessionRanks, questions: Questions) -> None:
-        self._ranks, self._questions = ranks, questions
-        self._stop = threading.Event()
-        self.lost: list[str] = []
-
-    def run(self, chosen: Collection[int], keep: bool) -> None:
-        """Start ranks again, and replace the process group with the next task.
-
-        Args:
-            chosen: Those to restart; ranks that are alive are ended first.
-            keep: Give each new rank the names of the old one that can be sent.
-
-        Raises:
-            StartError: The system refuses.
-            KeyboardInterrupt: The user has interrupted the caller. As long as the old ranks live, nothing has changed.
-                Later, the restart goes on; only names whose loading is interrupted are lost.
-        """
-        ticket = Ticket("the restart")
-        in_thread(lambda: self._run(ticket, chosen, keep), self._stop, partial(self._ranks.said_of_queue, ticket))
-
-    def _run(self, ticket: Ticket, chosen: Collection[int], keep: bool) -> None:
-        ranks = self._ranks
+    def work() -> None:
         ranks.queue.enqueue(ticket)
-        with ranks.claimed(ticket, self._stop.is_set, self._stop.set, needs_ranks=False):
-            dumps = self._dumps(chosen) if keep else {}
+        with ranks.claimed(ticket, stop.is_set, stop.set, needs_ranks=False):
+            dumps = _dumps(ranks, chosen, stop) if keep else {}
             try:
-                self._replace(chosen)
-                self._stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
+                _replace(ranks, chosen)
+                stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
                 if keep:
-                    self.lost += [f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in dumps]
+                    lost.extend(f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in dumps)
                 deadline = time.monotonic() + timeouts.RANK_ANSWER_TIMEOUT_S
-                close_all(self._questions.ask_now(Question("names"), deadline=deadline, stop=threading.Event()))
+                close_all(ask_now(ranks, Question("names"), deadline=deadline, stop=threading.Event()))
                 while dumps:
-                    self._load(*dumps.popitem())
+                    lost.extend(_load(ranks, *dumps.popitem(), stop))
             finally:
-                self.lost += [f"rank {rank}: all names, as the ranks could not be restarted" for rank in dumps]
+                lost.extend(f"rank {rank}: all names, as the ranks could not be restarted" for rank in dumps)
                 close_all(dumps)
 
-    def _replace(self, chosen: Collection[int]) -> None:
-        ranks = self._ranks
-        if not ranks.group.is_over and len(set(chosen)) < ranks.plan.world_size:
-            with contextlib.suppress(RankLostError):  # the reaper was killed, and every rank with it
-                ranks.replace_ranks(chosen)
-                return
-        ranks.renew()
+    in_thread(work, stop, partial(ranks.said_of_queue, ticket))
 
-    def _dumps(self, chosen: Collection[int]) -> dict[int, list[int]]:
-        """Return a packed question for each rank that lives: it binds the names that the old process has."""
-        present = [rank for rank in chosen if rank in self._ranks.present]
-        if not present:
-            return {}
-        dumps = self._questions.ask_now(Question("dump", ranks=tuple(present)), stop=self._stop)
-        close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in present})
-        return dumps
 
-    def _load(self, rank: int, parcel: Sequence[int]) -> None:
-        try:
-            answers = self._questions.send(parcel, (rank,), {}, float("inf"), self._stop)
-            lost: Sequence[str] = unpack(answers.pop(rank))
-            self.lost += [f"rank {rank}: {reason}" for reason in lost]
-            close_all(answers)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's __setstate__, or its interrupt
-            why = f"{type(error).__name__}: {error}".rstrip(": ")
-            self.lost.append(f"rank {rank}: all names, as they could not be rebuilt ({why})")
-        finally:
-            close_all({rank: parcel})
+def _replace(ranks: SessionRanks, chosen: Collection[int]) -> None:
+    if not ranks.group.is_over and len(set(chosen)) < ranks.plan.world_size:
+        with contextlib.suppress(RankLostError):  # the reaper was killed, and every rank with it
+            ranks.replace_ranks(chosen)
+            return
+    ranks.renew()
+
+
+def _dumps(ranks: SessionRanks, chosen: Collection[int], stop: threading.Event) -> dict[int, list[int]]:
+    """Return a packed question for each rank that lives: it binds the names that the old process has."""
+    present = [rank for rank in chosen if rank in ranks.present]
+    if not present:
+        return {}
+    deadline = time.monotonic() + timeouts.RANK_ANSWER_TIMEOUT_S
+    of_path = Question("value", "[*map(str, __import__('sys').path)]", tuple(present))
+    answers = _unpacked(ask_now(ranks, of_path, deadline=deadline, stop=stop), of_path.text)
+    ranks.own_path = list(dict.fromkeys(entry for path in answers.values() for entry in path or ()))
+    dumps = ask_now(ranks, Question("dump", ranks=tuple(present)), stop=stop)
+    close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in present})
+    return dumps
+
+
+def _load(ranks: SessionRanks, rank: int, parcel: Sequence[int], stop: threading.Event) -> list[str]:
+    """Give a new rank the names of the old one; return what is lost."""
+    try:
+        answers = send(ranks, parcel, (rank,), {}, float("inf"), stop)
+        lost: Sequence[str] = unpack(answers.pop(rank))
+        close_all(answers)
+        return [f"rank {rank}: {reason}" for reason in lost]
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's __setstate__, or its interrupt
+        why = f"{type(error).__name__}: {error}".rstrip(": ")
+        return [f"rank {rank}: all names, as they could not be rebuilt ({why})"]
+    finally:
+        close_all({rank: parcel})

@@ -13,8 +13,6 @@ from nblaunch.wire.messages import Done, Failed, Names, NamesTaken, RankExited
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How a rank ended, as far as it has."""
-
     rank: int
     done: Done | None
     failed: Failed | None
@@ -59,7 +57,6 @@ class Rank:
 
     @property
     def is_over(self) -> bool:
-        """Return True if it has returned, failed or exited."""
         return self.done is not None or self.has_failed or self.is_absent
 
     def state(self, stopped: Collection[int]) -> RankState:

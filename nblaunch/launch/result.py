@@ -207,12 +207,7 @@ class LaunchResult(Sequence[Any]):
 
 
 def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:
-    """Yield what to note of sent data: large values, once each, and tensors that are copied from a GPU.
-
-    Args:
-        sent: The data.
-        noted: What was noted before; what is noted now is added.
-    """
+    """Yield what to note of sent data: values that are large and not `noted` yet, and tensors that were on a GPU."""
     if sent.from_gpu:
         yield f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, through host memory"
     largest = next((name for name, _ in sent.parts), "")

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Engine
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
-from nblaunch.launch.frontend import host
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.payload import Shipment
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.session_ranks import SessionRanks, Ticket
 from nblaunch.launch.session_state import debug_command, no_group, restart_command
@@ -27,17 +27,11 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Note, RanksPlaced, Tick, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Process
-from nblaunch.wire.messages import CollectivesBegun, Order, Payload, Question, SentName, Source
+from nblaunch.wire.messages import CollectivesBegun, Order, Question
 
 _MAX_NAMED = 6
 _MAX_PUSHED = 3
 """Names in one note."""
-_CREATE_AGAIN = {
-    "DistributedDataParallel": "{0} = torch.nn.parallel.DistributedDataParallel({0}.module)",
-    "DeviceMesh": '{0} = torch.distributed.init_device_mesh("cpu", (world_size,))',
-    "ProcessGroup": "{0} = torch.distributed.new_group()",
-}
-"""By type, how to create a stale object again, with its name for ``{0}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +39,9 @@ class Job:
     plan: Plan
     launch_id: str
     process: Process
-    """The state of the notebook's process that ranks start from."""
-    payload: Payload
-    parcel: Sequence[int]
-    """The payload's descriptors; none if ranks share the notebook's memory."""
-    sources: Mapping[str, Source]
-    """The cells that define the function."""
+    shipment: Shipment
     deadline: float
-    """When to stop it, by the monotonic clock."""
     console: DebugConsole
-    """What the user types for the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +50,6 @@ class Place:
 
     ranks: SessionRanks
     ticket: Ticket
-    names: Mapping[str, SentName]
-    """The notebook's names that the payload binds."""
 
 
 class Run:
@@ -86,11 +71,7 @@ class Run:
 
     # -------------------------------------------------------------- new ranks
     def start(self, engine: Engine) -> Verdict:
-        """Start ranks, run the task, and wait until every rank has exited.
-
-        Raises:
-            StartError: A rank could not be started; none is left.
-        """
+        """Start ranks, run the task, and wait until every rank has exited, also if one could not start (StartError)."""
         job, plan = self.job, self.job.plan
         order = Order(
             job.launch_id,
@@ -101,7 +82,7 @@ class Run:
             plan.envs,
             plan.named,
             str(self.files.directory),
-            job.payload,
+            job.shipment.payload,
         )
         with contextlib.ExitStack() as opened:
             self.group = group = WorkerGroup(engine.place(order, self.commands), self.note)
@@ -112,9 +93,9 @@ class Run:
             group.start(lambda rank: plan.environment(rank, store, job.launch_id, self.number))
             self.view.on(RanksPlaced(group.workers))
             limits = plan.options.stop_grace, job.deadline
-            self.task = Task(1, group, self.view, self.commands, job.sources, *limits, console=job.console)
+            self.task = Task(1, group, self.view, self.commands, job.shipment.sources, *limits, console=job.console)
             opened.callback(self.task.close)
-            self.task.send(lambda rank: plan.world(rank, store), job.parcel, last=True)
+            self.task.send(lambda rank: plan.world(rank, store), job.shipment.fds, last=True)
             workers = [member.worker for member in group.members]
             self.output = OutputFollower(workers, plan.options.metric_patterns or (), self.view)
             supervise(self.task, self.output, self.view, lambda: group.is_over)
@@ -132,13 +113,7 @@ class Run:
 
     # -------------------------------------------------------------- kept ranks
     def take_turn(self, place: Place) -> Verdict:
-        """Wait for the turn of a session's ranks, and run the task to its end.
-
-        Raises:
-            BusyError: The launch was stopped before its turn.
-            StartError: The session has ended.
-            RankError: The ranks are lost.
-        """
+        """Wait for the turn of a session's ranks, and run the task to its end."""
         ranks, job = place.ranks, self.job
         if not ranks.queue.is_first(place.ticket):
             first, *_ = ranks.queue.labels or [""]
@@ -154,7 +129,7 @@ class Run:
             timeout = options.timeout
             deadline = float("inf") if timeout is None else time.monotonic() + timeout  # without the time in the queue
             limits = options.stop_grace, deadline
-            self.task = ranks.new_task(self.view, self.commands, job.sources, *limits, job.console)
+            self.task = ranks.new_task(self.view, self.commands, job.shipment.sources, *limits, job.console)
             opened.callback(self.task.close)
             self.hint = no_group(ranks.name, absent)
             if self.hint:
@@ -162,10 +137,11 @@ class Run:
             if ranks.leaving:
                 self.note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon")
                 ranks.leaving = ""
-            function = job.payload.function
+            payload = job.shipment.payload
+            function = payload.function
             wanted = function.ranks if isinstance(function, Question) else None
             log_dir = str(self.files.directory)
-            self.task.send(ranks.world, job.parcel, log_dir=log_dir, path=ranks.path, wanted=wanted)
+            self.task.send(ranks.world, job.shipment.fds, log_dir=log_dir, path=ranks.path, wanted=wanted)
             present = [rank.member.worker for rank in self.task.present]
             patterns = options.metric_patterns
             is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
@@ -178,7 +154,7 @@ class Run:
                 raise
             verdict = self.task.finish()
             self.output.finish()
-            ranks.finish(self.task, place.names, job.payload.settings)
+            ranks.finish(self.task, payload.names, payload.settings)
             notes.note_end(absent, generation)
             if not isinstance(function, Question):
                 notes.note_error(verdict)
@@ -207,7 +183,7 @@ class _TurnNotes:
 
     def __init__(self, run: Run, place: Place) -> None:
         self._view, self._task, self._job, self._note = run.view, run.task, run.job, run.note
-        self._ranks, self._names = place.ranks, place.names
+        self._ranks, self._names = place.ranks, run.job.shipment.payload.names
         self._has_noted_taken = False
 
     def until_over(self) -> bool:
@@ -231,7 +207,7 @@ class _TurnNotes:
         for ranks, names in kept.items():
             whose = "the ranks'" if len(ranks) == len(taken) else f"{_in_words(ranks)}'s"
             value = "values" if len(names) > 1 else "value"
-            push = f"{self._session_variable()}.push({', '.join(f'{name}={name}' for name in names[:_MAX_PUSHED])})"
+            push = f"session.push({', '.join(f'{name}={name}' for name in names[:_MAX_PUSHED])})"
             replaces = "replaces them" if len(names) > 1 else "replaces it"
             said = f"this cell used {whose} own {value}, not the notebook's. {push} {replaces}"
             self._note(f"{_listed(names)}: {said}")
@@ -243,13 +219,6 @@ class _TurnNotes:
                 f"{name}: holds tensors of the notebook's {owner}, not of the ranks' own {owner}, which it does "
                 "not change"
             )
-
-    def _session_variable(self) -> str:
-        for name, value in list((host().notebook_names() or {}).items()):
-            is_ours = type(value).__module__.startswith("nblaunch.") and not name.startswith("_")
-            if is_ours and getattr(value, "_ranks", None) is self._ranks:
-                return name
-        return "session"
 
     def _note_desync(self) -> None:
         """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
@@ -267,14 +236,14 @@ class _TurnNotes:
         last = begun.last
         if not last.count:
             return "called none"
-        place = place_of(last, self._job.sources)
+        place = place_of(last, self._job.shipment.sources)
         return f"called {last.count} in this group, the last {in_words(last, place)}"
 
     def note_error(self, verdict: Verdict) -> None:
         ranks, console, cause = self._ranks, self._job.console, verdict.cause
         has_raised = cause is not None and cause.kind in ("exception", "collective")
         ranks.failed_first = cause.rank if cause is not None and has_raised else None
-        ranks.last_sources = self._job.sources
+        ranks.last_sources = self._job.shipment.sources
         if has_raised and console.debugging.can_type and not console.has_examined:
             self._note(f"{debug_command(ranks.name)} opens the debugger on this error")
 
@@ -293,14 +262,9 @@ class _TurnNotes:
 
 
 def stale_names(ranks: SessionRanks) -> str:
-    """Return which names are useless now that the process group is replaced, and how to create them; empty if none."""
-    stale = {each.name: each.of_group for rank in ranks.present for each in ranks.bound[rank] if each.of_group}
-    if not stale:
-        return ""
-    first = {kind: name for name, kind in sorted(stale.items(), reverse=True)}
-    examples = [_CREATE_AGAIN[kind].format(name) for kind, name in first.items() if kind in _CREATE_AGAIN]
-    like = f", as in {'; '.join(examples)}" if examples else ""
-    return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again{like}"
+    """Return which names are useless now that the process group is replaced; empty if none."""
+    stale = {each.name for rank in ranks.present for each in ranks.bound[rank] if each.of_group}
+    return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again" if stale else ""
 
 
 def _in_words(ranks: Sequence[int]) -> str:

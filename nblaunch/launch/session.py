@@ -1,4 +1,4 @@
-"""Sessions: ranks that stay between cells, with their variables."""
+"""Sessions: ranks that stay between cells, with their variables; and those of this kernel, and which cells run in."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn
 
 from nblaunch.engines.protocol import Engine
-from nblaunch.errors import ArgumentError, NblaunchError, PayloadError, StartError, warn
+from nblaunch.errors import ArgumentError, NblaunchError, StartError, warn
 from nblaunch.launch import payload as payloads
+from nblaunch.launch import questions
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch, live_launches
-from nblaunch.launch.payload import Shipment, name_of
+from nblaunch.launch.machines import planned, with_usable_method
+from nblaunch.launch.options import Options, taken_by
+from nblaunch.launch.payload import Shipment, name_of, namespace_of_notebook
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.questions import Questions, Restart, checked_expression, line_of
-from nblaunch.launch.result import LaunchResult, Sent
+from nblaunch.launch.questions import checked_expression, line_of
+from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.run import Place, stale_names
 from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
-from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
+from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionState, command, restart_command
 from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
-from nblaunch.transfer import parameters, pickling
+from nblaunch.machine.arguments import named_arguments, seconds
+from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.transfer.sent_names import Gathered
-from nblaunch.wire.messages import Bound, Cell, Payload, Question, SentName, Settings, Source
-
-_FIX = "create it in the ranks, or send the data to create it from"
-Register = Callable[["Session", bool], None]
-"""Called when a session starts or a task begins in it (True), and when it has stopped (False)."""
+from nblaunch.wire.messages import Bound, Cell, Payload, Question, Settings
 
 
 class Session:
@@ -55,15 +54,12 @@ class Session:
         names: dict[str, Any],
         engine: Engine,
         idle: float | None,
-        register: Register,
         given: Mapping[str, Any],
     ) -> None:
         self.name, self.world_size = name, plan.world_size
         self.given = given
-        """The arguments that it was started with."""
-        self._engine, self._idle_timeout, self._register = engine, idle, register
+        self._engine, self._idle_timeout = engine, idle
         self._ranks = SessionRanks(name, plan, names, engine)
-        self._questions = Questions(self._ranks)
         self.was_idle = False
         """It was stopped because it had been idle for its timeout."""
 
@@ -75,37 +71,17 @@ class Session:
         """
         try:
             self._ranks.start()
-            self._questions.ask(Question("names"))
-            self._register(self, True)
+            questions.ask(self._ranks, Question("names"))
+            _register(self, True)
             host().show_session(self.state, self._ranks.plan.env, lambda: self._ranks.group.workers)
             if self._idle_timeout is not None:
                 threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
         except BaseException:  # an interrupt, too: the user gets no session
-            self._register(self, False)
+            _register(self, False)
             self._ranks.end()
             raise
 
     # -------------------------------------------------------------- running
-    @overload
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        block: Literal[True] = True,
-        view: str = "auto",
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> LaunchResult: ...
-    @overload
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        block: Literal[False],
-        view: str = "auto",
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Launch: ...
     def run(
         self,
         function: Callable[..., Any],
@@ -114,7 +90,7 @@ class Session:
         view: str = "auto",
         timeout: float | None = None,
         **kwargs: Any,
-    ) -> LaunchResult | Launch:
+    ) -> Any:
         """Run a function on every rank, and return what each returns.
 
         The function may use any name of the notebook, and any name that earlier tasks have bound in the ranks. What a
@@ -161,7 +137,7 @@ class Session:
         )
 
     def _submit(
-        self, label: str, pack: Callable[[Ticket], SessionTask], view: str, block: bool, **changes: Any
+        self, label: str, pack: Callable[[Ticket], Shipment], view: str, block: bool, **changes: Any
     ) -> LaunchResult | Launch:
         __tracebackhide__ = True  # IPython omits this frame
         refuse_nested()
@@ -174,11 +150,10 @@ class Session:
         try:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             with preparing(shown, label):
-                task = pack(ticket)
-            place = Place(self._ranks, ticket, task.names)
-            launch = Launch(plan, task.payload, task.shipment, shown, self._engine, place)
+                shipment = pack(ticket)
+            launch = Launch(plan, shipment, shown, self._engine, Place(self._ranks, ticket))
             if not queue.is_closed:
-                self._register(self, True)
+                _register(self, True)
             if block:
                 return launch.join()
             launch.begin()
@@ -214,7 +189,7 @@ class Session:
                 + "; ranks=[0] chooses ranks" * (provided == "rank")
             )
         gathered = _gather_values(values, self._ranks, only)
-        self._questions.ask(Question("push"), gathered.names, home=gathered.home)
+        questions.ask(self._ranks, Question("push"), gathered.names, home=gathered.home)
 
     def pull(self, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Return the value of an expression from each rank.
@@ -231,14 +206,14 @@ class Session:
         __tracebackhide__ = True  # IPython omits this frame
         self._check_open()
         wanted = self._checked(ranks) or tuple(range(self.world_size))
-        self._questions.look()
+        questions.look(self._ranks)
         dead = [rank for rank in wanted if rank in self._ranks.absent]
         if dead and self._ranks.present:
             raise ArgumentError(
                 f"pull({expression!r:.80}): rank {dead[0]} is dead; use ranks={self._ranks.present}, or "
                 f"restart it: {restart_command(self.name, dead)}"
             )
-        answers = self._questions.ask(Question("value", checked_expression(expression), wanted))
+        answers = questions.ask(self._ranks, Question("value", checked_expression(expression), wanted))
         return [answers[rank] for rank in wanted]
 
     def __getitem__(self, rank: int) -> RankNames:
@@ -251,7 +226,7 @@ class Session:
     def lines_of(self, rank: int) -> list[str]:
         """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
         self._check_open()
-        self._questions.look()
+        questions.look(self._ranks)
         if rank in self._ranks.absent:
             return [self.state().dead_line(rank)]
         return [line_of(each) for each in sorted(self._ranks.bound[rank], key=lambda each: each.name)]
@@ -264,7 +239,7 @@ class Session:
         """Return the repr of an expression's value in one rank."""
         __tracebackhide__ = True  # IPython omits this frame
         self._check_open()
-        return str(self._questions.ask(Question("repr", checked_expression(expression), (rank,)))[rank])
+        return str(questions.ask(self._ranks, Question("repr", checked_expression(expression), (rank,)))[rank])
 
     def complete(self, text: str) -> list[str]:
         """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
@@ -272,7 +247,7 @@ class Session:
         if self._ranks.queue:
             return known
         try:
-            answers = self._questions.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
+            answers = questions.ask(self._ranks, Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
         except (BusyError, NblaunchError):
             return known
         except Exception:  # noqa: BLE001  # a property of the user's raised
@@ -289,7 +264,7 @@ class Session:
             return known
         try:
             question = Question("inspect", checked_expression(expression), (rank,))
-            return str(self._questions.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
+            return str(questions.ask(self._ranks, question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
         except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
             return known
 
@@ -333,12 +308,12 @@ class Session:
             StartError: The system refuses.
         """
         self._check_open()
-        restart = Restart(self._ranks, self._questions)
+        lost: list[str] = []
         try:
-            restart.run(self._checked(ranks) or range(self.world_size), keep)
+            questions.restart(self._ranks, self._checked(ranks) or range(self.world_size), keep, lost)
         finally:
-            if restart.lost:
-                warn("the restart could not keep these names: " + "; ".join(restart.lost), each_time=True)
+            if lost:
+                warn("the restart could not keep these names: " + "; ".join(lost), each_time=True)
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""
@@ -364,7 +339,7 @@ class Session:
         try:
             self._ranks.end()
         finally:
-            self._register(self, False)
+            _register(self, False)
         if interrupt is not None:
             raise interrupt
 
@@ -375,7 +350,7 @@ class Session:
 
     def status(self) -> str:
         """Return the state of each rank, and what it holds, as text."""
-        self._questions.look()
+        questions.look(self._ranks)
         return self.state().text()
 
     def state(self) -> SessionState:
@@ -471,35 +446,18 @@ class Shown(str):
         return f"{self}\n# the repr; session.pull({self._expression!r}, ranks=[{self._rank}]) brings the value"
 
 
-@dataclass(frozen=True, slots=True)
-class SessionTask:
-    payload: Payload
-    shipment: Shipment
-    names: Mapping[str, SentName]
-    """The notebook's names that it binds."""
-
-
-def _pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Ticket) -> SessionTask:
-    """Pack a cell that uses these names of the notebook, which may raise PayloadError."""
+def _pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Ticket) -> Shipment:
     payload = Payload(cell, (), {}, None, _settings(ranks), {}, **payloads.effects_of_cells())
     return _pack(payload, used, (), ranks, ticket)
 
 
-def _pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
+def _pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> Shipment:
     packed = _pack(Payload(question, (), {}, None, Settings(), {}), (), (), ranks, ticket)
-    return replace(packed, shipment=replace(packed.shipment, sources=ranks.last_sources))
+    return replace(packed, sources=ranks.last_sources)
 
 
-def _pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
-    if not callable(function):
-        cell = "; %%distributed runs a cell" if isinstance(function, str) else ""
-        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}{cell}")
-    try:
-        arguments = parameters.check(function, args, kwargs, ranks.plan.world_size)
-    except TypeError as error:
-        raise ArgumentError(
-            f"{parameters.summary(args, kwargs)} do not fit {payloads.name_of(function)}: {error}"
-        ) from None
+def _pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> Shipment:
+    arguments = payloads.arguments_of(function, args, kwargs, ranks.plan.world_size)
     payload = Payload(function, args, kwargs, None, _settings(ranks), {}, **payloads.effects_of_cells())
     return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)
 
@@ -509,7 +467,7 @@ def _gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequenc
     try:
         gathered = ranks.sent.gather_pushed(values, ranks.present)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
-        raise PayloadError(_why(values) or f"push: {error}") from None
+        raise payloads.not_sent("push", _suspects(values), error) from None
     where = None if only is None else tuple(only)
     pushed = {name: replace(gathered.names[name], ranks=where) for name in values}
     return replace(gathered, names={**gathered.names, **pushed})
@@ -522,51 +480,153 @@ def _pack(
     ranks: SessionRanks,
     ticket: Ticket,
     arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> SessionTask:
-    sources: dict[str, Source] = dict(payloads.sources_in(payload))
-    bound = {each.name for names in ranks.bound for each in names}
-    gathered: Gathered | None = None
+) -> Shipment:
+    name, bound = name_of(payload.function), {each.name for names in ranks.bound for each in names}
     try:
         sent = [*code, *payload.attributes.values()]
         gathered = ranks.sent.gather(used, sent, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
-        names = gathered.names
-
-        def note(files: set[str]) -> dict[str, Source]:
-            sources.update(payloads.sources_of(files))
-            return sources
-
-        def build(found: pickling.Found) -> Payload:
-            return replace(
-                payload,
-                names=names,
-                sources=pickling.Late(lambda: note(found.files)),
-                main=pickling.Late(lambda: found.main),
-            )
-
-        parts = {name: each.value for name, each in names.items()}
-        parts |= {
-            name if name not in parts else f"{name} of {payloads.name_of(payload.function)}": value
-            for name, value in arguments.items()
-        }
-        parcel = pack(build, parts, gathered.home, is_cached=True, is_here=ranks.sent.is_here)
+        parts = {name: each.value for name, each in gathered.names.items()}
+        parts |= {each if each not in parts else f"{each} of {name}": value for each, value in arguments.items()}
+        payload = replace(payload, names=gathered.names)
+        return payloads.packed(payload, parts, gathered.home, is_here=ranks.sent.is_here)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
-        name = payloads.name_of(payload.function)
         if code and isinstance(code[0], types.FunctionType):
             used = [*used, *pickling.globals_used(code[0])]
-        suspects = {name: ranks.sent.names[name] for name in used if name in ranks.sent.names}
+        suspects = {each: ranks.sent.names[each] for each in used if each in ranks.sent.names}
         suspects |= {f"args of {name}": code[1:]} if code else {}
-        raise PayloadError(_why(suspects) or f"{name} cannot be sent to the ranks: {error}") from None
-    return SessionTask(payload, Shipment(parcel, sources, Sent.of(parcel)), names)
+        raise payloads.not_sent(name, _suspects(suspects), error) from None
 
 
-def _why(values: Mapping[str, Any]) -> str:
-    for name, value in values.items():
-        reason = pickling.explain(value, f"`{name}`")
-        if reason is not None:
-            return f"{reason}: {reason.advice or _FIX}"
-    return ""
+def _suspects(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"`{name}`", value) for name, value in values.items()]
 
 
 def _settings(ranks: SessionRanks) -> Settings:
     """Return the notebook's random states and defaults for each rank's first task; later it goes on with its own."""
     return replace(payloads.settings(), ranks=tuple(sorted(ranks.unset))) if ranks.unset else Settings()
+
+
+# ------------------------------------------------------------------ the sessions of this kernel
+class Ended(NamedTuple):
+    """What cells are told of a session that has ended. The session itself holds descriptors."""
+
+    name: str
+    start_again: str
+    was_idle: bool
+
+
+_sessions: dict[str, Session] = {}
+"""By name."""
+_active: str = ""
+"""The session that was started or used last."""
+_ended: Ended | None = None
+"""The session that cells ran in before it ended, until they run in another."""
+_is_unreported = False
+"""No cell has asked for `_ended` yet."""
+
+
+@partial(named_arguments, more=taken_by("session"))
+def session(
+    num_processes: int | None = None,
+    *,
+    name: str = DEFAULT_NAME,
+    idle_timeout: float | None = None,
+    **options: Any,
+) -> Session:
+    """Start ranks that stay, with their variables, until the session is stopped or the kernel ends.
+
+    While a session is active, ``%%distributed`` cells run in it.
+
+    Args:
+        num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
+            nodes 1 each.
+        name: Names the session; several may live side by side. Default: ``"main"``. If a session of this name lives
+            and was started with the same arguments, it is returned.
+        idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
+        options: ``engine``, ``num_nodes``, ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``),
+            ``threads_per_rank``, ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for
+            `nblaunch.notebook_launcher`.
+
+    Raises:
+        ArgumentError: An argument is invalid, or a session of this name lives that has others. Nothing was started.
+        StartError: The ranks could not be started.
+
+    Example:
+        >>> with nblaunch.session(2) as s:  # doctest: +SKIP
+        ...     s.push(lr=0.1)
+        ...     list(s.run(lambda rank: rank * lr))
+    """
+    refuse_nested()
+    if not str(name).isidentifier():
+        raise ArgumentError(f"name={name!r}: must be a Python name")
+    given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
+    given = {option: value for option, value in given.items() if value is not None}
+    running = find(name)
+    if running is not None:
+        return _same(running, given)
+    timeout = None if idle_timeout is None else seconds("idle_timeout", idle_timeout)
+    checked = Options(num_processes=num_processes, **options)
+    shown = host().view("auto")
+    engine, plan = planned(checked, shown)
+    if plan.method == "fork":  # with the kernel's memory as it was then
+        raise ArgumentError(
+            f"start_method={plan.method!r}: a session's ranks are not forks of the notebook; use 'forkserver' or "
+            "'spawn'"
+        )
+    plan = with_usable_method(plan, engine, shown)
+    made = Session(name, plan, namespace_of_notebook(), engine, timeout, given)
+    made.start()
+    return made
+
+
+def _same(running: Session, given: Mapping[str, Any]) -> Session:
+    for option in sorted({*given, *running.given}):
+        has, wanted = running.given.get(option, "default"), given.get(option, "default")
+        if has != wanted:
+            raise ArgumentError(
+                f"{option}={wanted!r:.80}: session {running.name} is running, with {option}={has!r:.80}. "
+                f"{command(running.name, 'stop')} ends it; another name= starts another session beside it"
+            )
+    ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
+    host().writer()(f"session {running.name} is running: {ranks}, with the variables of earlier cells\n", "out")
+    _register(running, True)
+    return running
+
+
+def _register(session: Session, is_live: bool) -> None:
+    """Note a session that cells run in from now on, or one that was stopped."""
+    global _active, _ended, _is_unreported
+    if is_live:
+        _sessions.pop(session.name, None)  # the one used last is the last
+        _sessions[session.name] = session
+        _active, _ended, _is_unreported = session.name, None, False
+        return
+    if _sessions.get(session.name) is not session:  # it was stopped before; another may have its name
+        return
+    del _sessions[session.name]
+    if _active == session.name:
+        _active, _is_unreported = next(reversed(_sessions), ""), True
+        _ended = Ended(session.name, session.start_again, session.was_idle)
+
+
+def find(name: str | None = None) -> Session | None:
+    """Return a session by name, or the one that cells run in; None if there is none."""
+    return _sessions.get(_active if name is None else name)
+
+
+def take_ended() -> Ended | None:
+    """Return the session that cells ran in before it ended; once, then None."""
+    global _is_unreported
+    ended, _is_unreported = _ended if _is_unreported else None, False
+    return ended
+
+
+def how_to_start() -> str:
+    """Say that there is no session for cells, and how to start one."""
+    if _ended is not None:
+        return f"session {_ended.name} has ended: {_ended.start_again}"
+    return f"there is no session: start one with {command(DEFAULT_NAME, '-n 2')}"
+
+
+def live_sessions() -> Mapping[str, Session]:
+    return dict(_sessions)

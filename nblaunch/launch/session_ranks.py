@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -91,8 +90,7 @@ class TurnQueue:
     def wait_for(self, ticket: Ticket, give_up: Callable[[], bool], stop: Callable[[], None]) -> None:
         """Wait for the turn of an enqueued ticket, or until the queue is closed.
 
-        Raises:
-            BusyError: `give_up` returned True first, or the ticket was discarded.
+        Raise BusyError if `give_up` returns True first, or the ticket was discarded.
         """
         with self._changed:
             ticket.stop = stop
@@ -122,8 +120,6 @@ class SessionRanks:
     """See the module. Thread-safe through `claimed`.
 
     Attributes:
-        sent: The notebook's names that the ranks have.
-        generation: The number of the default process group.
         unset: The ranks that have not got the notebook's random states and defaults.
         failed_first: The rank whose exception has ended the last task, if one has.
         last_sources: The cells that define what the last task ran.
@@ -145,6 +141,8 @@ class SessionRanks:
         self.last_sources: Mapping[str, Source] = {}
         self.idle_since = time.monotonic()
         self.leaving = ""
+        self.own_path: list[str] = []
+        """The ``sys.path`` of ranks that were restarted with their names, which may need it."""
         self._engine = engine
         self._tasks = 0
         self._commands = Commands()
@@ -152,11 +150,7 @@ class SessionRanks:
 
     # -------------------------------------------------------------- life
     def start(self) -> None:
-        """Start the ranks. They may not have answered yet.
-
-        Raises:
-            StartError: The system refuses; none is left.
-        """
+        """Start the ranks. They may not have answered yet. If the system refuses (StartError), none is left."""
         with contextlib.ExitStack() as opened:
             opened.callback(self._commands.close)
             self.files = LaunchFiles.create(self.id)
@@ -208,7 +202,7 @@ class SessionRanks:
             if time.monotonic() > deadline:
                 deadline += timeouts.KEPT_EXIT_TIMEOUT_S
                 for rank in set(ranks).intersection(self.present):
-                    self.group.signal(rank, signal.SIGKILL, group=True)
+                    self.group.kill(rank)
 
     def disturb(self) -> None:
         """Replace the process group with the next task: a collective of it may not have ended on every rank."""
@@ -237,16 +231,8 @@ class SessionRanks:
     ) -> Iterator[None]:
         """Wait for the turn of an enqueued ticket, and have the ranks until the end of the block.
 
-        Args:
-            ticket: Its place in the queue.
-            give_up: Return True to wait no longer.
-            stop: Called when the session is to end meanwhile.
-            needs_ranks: Whether the reaper and a rank must be alive.
-            is_task: Whether the session counts as used.
-
-        Raises:
-            BusyError: `give_up` returned True first.
-            StartError: The session has ended.
+        `give_up` returns True to wait no longer, which raises BusyError. `stop` is called when the session is to end
+        meanwhile. `needs_ranks`: the reaper and a rank must be alive. `is_task`: the session counts as used.
         """
         has_turn = False
         try:
@@ -305,8 +291,8 @@ class SessionRanks:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The entries that the ranks' ``sys.path`` must have."""
-        return tuple(map(str, sys.path))
+        """The entries that the ranks' ``sys.path`` must have: the notebook's of now, and those of earlier ranks."""
+        return (*map(str, sys.path), *self.own_path)
 
     def world(self, rank: int) -> World:
         """Return the rendezvous of a rank's next task; without a process group while a rank is dead."""
@@ -378,12 +364,7 @@ class SessionRanks:
 
     # -------------------------------------------------------------- other ranks in their place
     def replace_ranks(self, ranks: Collection[int]) -> None:
-        """Start ranks again, and replace the process group with the next task. Call it within `claimed`.
-
-        Raises:
-            StartError: The system refuses.
-            RankLostError: The reaper was killed, and every rank with it.
-        """
+        """Start ranks again, and replace the process group with the next task. Call it within `claimed`."""
         self.group.workers.let_go(ranks)
         self._await_exits(lambda: not set(ranks).intersection(self.present), ranks)
         self.check_group()
@@ -395,8 +376,7 @@ class SessionRanks:
     def renew(self) -> None:
         """Start all ranks again, with another reaper and the notebook's present folder. Call it within `claimed`.
 
-        Raises:
-            StartError: The system refuses, or a node is gone. Another attempt may succeed.
+        After a StartError another attempt may succeed.
         """
         self._end_group()
         self._opened.close()

@@ -38,13 +38,10 @@ def no_group(name: str, dead: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankHolding:
-    """One rank of a session."""
-
     rank: int
     pid: int
     """0: it is dead."""
     names: int
-    """How many names it has bound."""
     size: int
     """Bytes of their values, as far as they are known."""
     host: str = ""
@@ -53,14 +50,10 @@ class RankHolding:
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """A session at one moment."""
-
     name: str
     device: str
     running: str
-    """The task that the ranks run; empty if there is none."""
     queued: Sequence[str]
-    """The tasks that wait."""
     idle: float
     """Seconds since the last task; 0.0 while one runs."""
     ranks: Sequence[RankHolding]
@@ -68,11 +61,9 @@ class SessionState:
 
     @property
     def size(self) -> str:
-        """The number of ranks, in words."""
         return "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
 
     def heading(self) -> str:
-        """Return the state in one line."""
         ranks = f"session {self.name}: {self.size} on {self.device}"
         if not self.is_open:
             return f"{ranks}, stopped"
@@ -86,7 +77,6 @@ class SessionState:
         return f"dead, its variables are lost; {restart_command(self.name, [rank])} restarts it"
 
     def text(self) -> str:
-        """Return the state and what each rank holds, as lines."""
         lines = [self.heading()]
         for each in self.ranks if self.is_open else ():
             where = f" on {each.host}" if each.host else ""

@@ -5,7 +5,6 @@ Pure: the caller passes the time and sends the signals that are due.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,17 +20,7 @@ _TIMES = {2: "twice", 3: "three times"}
 # ------------------------------------------------------------------ why
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the error of a stopped launch is made from.
-
-    Attributes:
-        name: The function's name.
-        seconds: How long the launch has run.
-        timeout: How long it may.
-        incomplete: Failures during the stop, as a clause: a checkpoint may be incomplete.
-        places: Where the ranks were, as lines.
-        difference: See `Task.difference`.
-        files: The logs.
-    """
+    """What the error of a stopped launch is made from; `incomplete`: failures during the stop, as a clause."""
 
     name: str
     seconds: float
@@ -43,7 +32,6 @@ class Told:
 
     @property
     def logs(self) -> str:
-        """The sentence that ends every message."""
         return f"Logs: {self.files.directory}"
 
 
@@ -52,7 +40,6 @@ class ByUser:
     """A Stop, an interrupt, or ``quit`` in a debugger."""
 
     def error(self, told: Told) -> NblaunchError:
-        """Return the error of a launch that this has ended; so for all reasons."""
         return LaunchStoppedError(f"{told.name} was stopped after {told.seconds:.1f} s{told.incomplete}. {told.logs}")
 
 
@@ -100,13 +87,6 @@ Reason = ByUser | PeerFailed | TimedOut | TakenBack | NoProgress
 
 
 # ------------------------------------------------------------------ how
-@dataclass(frozen=True, slots=True)
-class Due:
-    rank: int
-    signum: int
-    group: bool
-
-
 class Policy(NamedTuple):
     """How the ranks of a task are stopped."""
 
@@ -150,16 +130,15 @@ class Ladder:
     _alone_since: float | None = None
     """When the first rank was seen to have left a task of kept ranks."""
 
-    def due(self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]) -> list[Due]:
-        """Return the signals that are due.
+    def due(
+        self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the ranks to interrupt now, and those to kill.
 
-        Args:
-            now: The current time.
-            live: Ranks whose process has not exited; of kept ranks, those that have not finished the task.
-            running: Ranks whose function has begun; the others have nothing to finish.
-            leaving: Ranks whose function has ended; they are not interrupted.
+        `live` are ranks whose process has not exited, or kept ranks that have not finished the task. `running` have
+        begun their function, the others have nothing to finish. `leaving` have ended it, and are not interrupted.
         """
-        signals = []
+        interrupts, kills = [], []
         for rank in leaving:
             self.left.setdefault(rank, now)
         for rank in live:
@@ -167,12 +146,12 @@ class Ladder:
                 continue
             is_idle = rank not in running and not self.policy.keeps
             if self.policy.kills and (is_idle or now >= self._deadline(rank)):
-                self.killed.add(rank)
-                signals.append(Due(rank, signal.SIGKILL, group=True))
+                kills.append(rank)
             elif rank not in self.interrupted and rank not in leaving:
-                self.interrupted.add(rank)
-                signals.append(Due(rank, signal.SIGINT, group=False))
-        return signals
+                interrupts.append(rank)
+        self.killed.update(kills)
+        self.interrupted.update(interrupts)
+        return interrupts, kills
 
     def _deadline(self, rank: int) -> float:
         last = self.begun if self.at_once else self.begun + self.grace

@@ -1,6 +1,6 @@
 """Why ranks that wait in a collective, or for a send or receive, do not get on: compares what each rank has begun.
 
-Judges what `nblaunch.launch.inspector` has found. Ranks wait whose last call is in torch.distributed, or that are in a
+Judges what `nblaunch.launch.stacks` has found. Ranks wait whose last call is in torch.distributed, or that are in a
 backward pass or in a ``wait()`` and use no CPU.
 """
 
@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nblaunch.launch.inspector import Place
 from nblaunch.launch.rank_state import Rank
-from nblaunch.launch.stacks import Frame, StackFormatter, frames_of, waits_in_backward, waits_in_collective
+from nblaunch.launch.stacks import Frame, Place, StackFormatter, frames_of, waits_in_backward, waits_in_collective
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import Source
 from nblaunch.wire.tables import Begun, in_ranges, members_of
@@ -33,13 +32,7 @@ _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What is known of one rank.
-
-    Attributes:
-        place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
-        begun: Its last collective in each process group, the latest first; if it waits, the one that it waits in.
-        is_busy: See `Place`.
-    """
+    """What is known of one rank: its present line, and its last collective in each process group, the latest first."""
 
     rank: int
     where: Where
@@ -53,10 +46,9 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class StuckVerdict:
-    """Why ranks wait.
+    """Why ranks wait; `is_final`: waiting cannot help.
 
     Attributes:
-        is_final: Whether waiting cannot help.
         reason: The same for the same collective and the same ranks, wherever these are.
         ranks: Live ranks to debug: those that the others wait for, or one of each call if the calls differ.
         pair: A rank that waits, and one of its process group that has returned; None: no such rank has.
@@ -89,13 +81,7 @@ class _Group:
 
 
 def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun], str]) -> StuckVerdict | None:
-    """Return why ranks wait, or None if none waits in a collective that was logged.
-
-    Args:
-        ranks: All ranks of the task.
-        seconds: How long no rank has begun a collective.
-        place_of: Returns the place of a collective, such as ``Cell In[3], line 14``; empty if unknown.
-    """
+    """Return why ranks have waited for some seconds, or None if none waits in a collective that was logged."""
     waiting = [each for each in ranks if each.where == "waits" and each.begun]
     if not waiting:
         return None
@@ -207,7 +193,7 @@ def in_words(begun: Begun, place: str) -> str:
 def difference(
     waiting: Sequence[Begun], finished: Sequence[Begun], ranks: tuple[int, int], sources: Mapping[str, Source]
 ) -> str:
-    """Return how the last collectives of two ranks differ that have begun as many of them, in a sentence and a table.
+    """Return how the last collectives of two ranks differ that have begun as many of them, in lines.
 
     `waiting` are those of a rank that has waited for the other; the result is empty if they do not differ.
     """
@@ -216,12 +202,9 @@ def difference(
     differ = first.call != second.call or (first.call in _ALIKE and first.detail != second.detail)
     if not first.call or first.is_transfer or first.count != second.count or not differ:
         return ""
-    rows = [("rank", "call", "tensors", "line")]
-    for rank, each in sorted(zip(ranks, (first, second), strict=True), key=lambda row: row[0]):
-        rows.append((str(rank), _NAMES.get(each.call, each.call), each.detail, place_of(each, sources)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n    ".join([f"the ranks called different collectives as their #{first.count}.", *table])
+    pairs = sorted(zip(ranks, (first, second), strict=True), key=lambda pair: pair[0])
+    said = (f"rank {rank}: {in_words(each, place_of(each, sources))}" for rank, each in pairs)
+    return "\n    ".join([f"the ranks called different collectives as their #{first.count}.", *said])
 
 
 def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> list[str]:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
-from nblaunch.launch.inspector import Inspector, Place
 from nblaunch.launch.rank_state import Rank
-from nblaunch.launch.stacks import waits_in_collective
+from nblaunch.launch.stacks import Inspector, Place, waits_in_collective
 from nblaunch.launch.stopping import (
     LAUNCH,
     ByUser,
@@ -52,32 +49,17 @@ from nblaunch.wire.messages import (
     World,
 )
 
-Phase = Literal["running", "returned", "failed", "stopping", "ended"]
-"""``returned``: every rank has, and may still have threads. ``failed``: one has, and the others are stopped soon."""
-
 _log = logging.getLogger(__name__)
 
 
 class Task:
-    """See the module. Used from the supervisor's thread.
-
-    Args:
-        number: The number of the task in its group, from 1.
-        group: The ranks, which have been started.
-        view: Shows the launch.
-        commands: Requests of other threads.
-        sources: The cells that define its functions.
-        stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
-        deadline: When to stop the task, by the monotonic clock; later by the time of debugging.
-        policy: How it is stopped.
-        joins: Whether the ranks need their process group.
-        console: What the user types for the ranks. Default: no one types.
+    """See the module. Used from the supervisor's thread. `joins`: the ranks need their process group.
 
     Attributes:
+        number: From 1, in its group.
+        deadline: When to stop the task, by the monotonic clock; later by the time of debugging.
         present: The ranks that take part: a kept rank may have exited before.
-        ladder: The stop in progress, or None.
-        difference: How the collective that a rank waited in differs from that of the rank it waited for; empty: not
-            known.
+        difference: How the collective that a rank waited in differs from that of the rank it waited for, if known.
     """
 
     def __init__(
@@ -98,16 +80,13 @@ class Task:
         self.ranks = [Rank(member, is_absent=member.exited is not None) for member in group.members]
         self.present = [rank for rank in self.ranks if not rank.is_absent]
         self.policy, self._joins = policy, joins
-        self.phase: Phase = "running"
         self.ladder: Ladder | None = None
-        self.inspector = Inspector(group, sources, commands, view)
+        self.inspector = Inspector(group, sources, commands)
         self._failure: PeerFailed | TakenBack = PeerFailed()
-        """Why to stop the ranks at `_stop_at`."""
         self._watches_stuck = joins and policy.kills
         self._stuck = StuckWatch(self.present, sources)
         self._observe_at = time.monotonic() + timeouts.STUCK_POLL_S
         self._shown_stuck = ""
-        """The reason that the view shows at present; empty: none."""
         self._noted_stuck: set[str] = set()
         self.difference = ""
         self._stop_at = math.inf
@@ -132,15 +111,10 @@ class Task:
         path: tuple[str, ...] = (),
         wanted: Collection[int] | None = None,
     ) -> None:
-        """Send the task to every rank.
+        """Send the task to every rank. The parcel's descriptors stay open until every rank runs.
 
-        Args:
-            world: Returns the rendezvous of a rank.
-            parcel: The payload's descriptors, which stay open until every rank runs.
-            last: Let the ranks exit after this task.
-            log_dir: Where kept ranks write from now on; empty: where they did before.
-            path: Entries that the ranks' ``sys.path`` must have.
-            wanted: The ranks that run it; the others return None at once. None: all.
+        Kept ranks write to `log_dir` from now on (empty: where they did before), need `path` in their ``sys.path``, and
+        return None at once if they are not `wanted`. After the last task ranks exit.
         """
         self._is_last = last
         tasks = [
@@ -210,8 +184,6 @@ class Task:
             return
         if self._failed_at is None:
             self._failed_at = time.monotonic()
-        if self.phase == "running":
-            self.phase = "failed"
         lost_result = rank.failed is not None and rank.failed.kind == "result"
         self._stop_within(timeouts.RESULT_FAILURE_WAIT_S if lost_result else timeouts.PEER_FAILURE_WAIT_S)
 
@@ -225,11 +197,10 @@ class Task:
         self._serve_debuggers(now)
         if self._returned_at is None and all(rank.done is not None for rank in self.present):
             self._returned_at = self._threads_ended_at = now
-            self.phase = "stopping" if self.ladder is not None else "returned"
         self._inspect(now)
         reason = self._reason_to_stop(now) if self.ladder is None else None
         if reason is not None:
-            self.ladder, self.phase = Ladder(reason, now, self.stop_grace, self.policy), "stopping"
+            self.ladder = Ladder(reason, now, self.stop_grace, self.policy)
         live = self.group.live
         if not self._is_last:  # ranks that are done wait for the next task
             live = [rank for rank in live if not self.ranks[rank].is_over]
@@ -269,7 +240,8 @@ class Task:
                 if waits_in_collective(place.stacks, place.main):
                     self.ladder.waiting.add(rank)
             return
-        watches = self.phase == "running" and self._watches_stuck and not self.console.is_open
+        is_running = self._failed_at is None and self._returned_at is None
+        watches = is_running and self._watches_stuck and not self.console.is_open
         is_quiet = watches and self._stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2
         interval = timeouts.STUCK_REPEAT_S if is_quiet else math.inf
         has_answers = self.inspector.step(now, self._stuck.running, interval)
@@ -324,11 +296,11 @@ class Task:
         has_left = any(rank.is_over for rank in self.present)
         for number in ladder.to_free(now, live, has_left=has_left):
             self.group.members[number].worker.free(self.number)
-        for due in ladder.due(now, live, running, leaving):
-            if due.signum == signal.SIGINT:
-                self.group.members[due.rank].worker.interrupt(self.number)
-            else:
-                self.group.signal(due.rank, due.signum, due.group)
+        interrupts, kills = ladder.due(now, live, running, leaving)
+        for number in interrupts:
+            self.group.members[number].worker.interrupt(self.number)
+        for number in kills:
+            self.group.kill(number)
         if live:
             self.view.on(Countdown(ladder.countdown(now, self.commands.interrupts_to_kill)))
 
@@ -358,7 +330,7 @@ class Task:
                     "function, or a multiprocessing queue that is not read?): killed"
                 )
             )
-            self.ladder, self.phase = Ladder(PeerFailed(), now, 0.0), "stopping"
+            self.ladder = Ladder(PeerFailed(), now, 0.0)
 
     def _show_states(self) -> None:
         changed = []
@@ -389,7 +361,6 @@ class Task:
 
     def finish(self) -> Verdict:
         """Return the verdict. Every rank has returned, failed or exited."""
-        self.phase = "ended"
         self._show_states()
         verdict = self.verdict()
         reason = self.ladder.reason if self.ladder is not None else None

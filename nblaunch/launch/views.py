@@ -109,7 +109,7 @@ class Failure:
     others: tuple[str, ...]
     """A line for each other rank that failed later."""
     details: str = ""
-    """The whole message, or the exceptions of a group, if neither `message` nor `traceback` says it."""
+    """The whole message, if neither `message` nor `traceback` says it."""
 
     @property
     def headline(self) -> str:

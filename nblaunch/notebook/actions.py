@@ -9,12 +9,12 @@ from IPython.core.error import UsageError
 
 from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
-from nblaunch.launch import api, live_sessions
+from nblaunch.launch import api
+from nblaunch.launch import session as live_sessions
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import INSIST, Launch, live_launches
-from nblaunch.launch.live_sessions import session
 from nblaunch.launch.options import taken_by
-from nblaunch.launch.session import Session
+from nblaunch.launch.session import Session, session
 from nblaunch.launch.session_state import DEFAULT_NAME
 from nblaunch.launch.session_state import command as command_line
 from nblaunch.machine import timeouts

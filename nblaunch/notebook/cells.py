@@ -14,7 +14,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from nblaunch.launch import live_sessions
+from nblaunch.launch import session as live_sessions
 from nblaunch.launch.cell_statements import code_of, names_bound, names_read
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell

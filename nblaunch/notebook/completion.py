@@ -10,7 +10,7 @@ from typing import Any
 from IPython.core import completer
 from IPython.core.getipython import get_ipython
 
-from nblaunch.launch import live_sessions
+from nblaunch.launch import session as live_sessions
 from nblaunch.launch.options import TABLE
 from nblaunch.launch.session import Session
 from nblaunch.notebook.actions import COMMANDS, command_of

@@ -11,7 +11,7 @@ from typing import Any
 from nblaunch.engines import current as engines
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
-from nblaunch.launch.live_sessions import live_sessions
+from nblaunch.launch.session import live_sessions
 from nblaunch.notebook import cells
 from nblaunch.notebook.completion import complete_distributed, inspect_ranks
 from nblaunch.notebook.magics import DistributedMagics

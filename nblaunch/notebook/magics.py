@@ -13,9 +13,8 @@ from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.export import export_cell
-from nblaunch.launch.live_sessions import how_to_start
 from nblaunch.launch.options import TABLE, Options, flag_of, taken_by
-from nblaunch.launch.session import Session
+from nblaunch.launch.session import Session, how_to_start
 from nblaunch.notebook import actions
 from nblaunch.notebook.actions import COMMANDS, check_ranks, chosen_session, session_of_cell, show
 from nblaunch.notebook.cells import make_cell, names_used, paused

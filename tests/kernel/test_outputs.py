@@ -140,7 +140,7 @@ for number in range(60):
 @pytest.fixture
 def session(page: Page) -> Iterator[None]:
     """Two ranks that stay, in the page's kernel."""
-    page.run("%distributed session -n 2\nimport nblaunch.launch.live_sessions as _all")
+    page.run("%distributed session -n 2\nimport nblaunch.launch.session as _all")
     yield
     page.run("_all.find().stop()")
 

@@ -39,7 +39,7 @@ def started(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.run(NET).check()
     with leaving_nothing():
         shared_kernel.run("%distributed session -n 2").check()
-        shared_kernel.run("import nblaunch.launch.live_sessions as _all\ns = _all.find()").check()
+        shared_kernel.run("import nblaunch.launch.session as _all\ns = _all.find()").check()
         yield shared_kernel
         shared_kernel.run("%distributed session stop").check()
 
@@ -185,7 +185,7 @@ def test_ranks_know_their_rank_before_the_first_cell(kernel: Kernel) -> None:
 
 
 def test_a_name_that_ranks_have_bound_stays_theirs(kernel: Kernel) -> None:
-    keep = "mine: this cell used the ranks' own value, not the notebook's. s.push(mine=mine) replaces it"
+    keep = "mine: this cell used the ranks' own value, not the notebook's. session.push(mine=mine) replaces it"
     kernel.run("mine = 'notebook'").check()
     assert on_ranks(kernel, "mine") == ["notebook"] * 2
     kernel.run("%%distributed\nmine = rank").check()
@@ -220,7 +220,9 @@ def test_a_name_that_one_rank_has_bound_stays_with_it(kernel: Kernel) -> None:
     assert "[rank 1] [2]" in cell.text
     kernel.run("mine_alone = [4]").check()
     said = kernel.run("%%distributed\nmine_alone").check().text
-    assert "mine_alone: this cell used rank 1's own value, not the notebook's. s.push(mine_alone=mine_alone)" in said
+    assert (
+        "mine_alone: this cell used rank 1's own value, not the notebook's. session.push(mine_alone=mine_alone)" in said
+    )
     assert "sent: mine_alone" in said
 
 
@@ -604,7 +606,6 @@ def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
     cell = interrupted(kernel, "ddp(torch.ones(2)).sum().backward() if rank == 0 else time.sleep(100)")
     assert cell.error.startswith("KeyboardInterrupt")
     assert "ddp: made for the process group that was replaced" in cell.text
-    assert "ddp = torch.nn.parallel.DistributedDataParallel(ddp.module)" in cell.text
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp.module)").check()
     kernel.run("%%distributed\nddp(torch.ones(2)).sum().backward()").check()
 
@@ -623,7 +624,7 @@ def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None
     assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
     cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("ZeroDivisionError")
-    assert re.search(r"\bown\b.*: made for the process group that was replaced. Create it again, as in", cell.text)
+    assert re.search(r"\bown\b.*: made for the process group that was replaced. Create it again", cell.text)
     kernel.run("%%distributed\ndel own").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -635,7 +636,6 @@ def test_objects_that_hold_a_stale_group_are_named(kernel: Kernel) -> None:
     ).check()
     said = kernel.run("%distributed session regroup").check().text
     assert re.search(r"\bmesh\b.*\bwrapped\b.*: made for the process group that was replaced", said)
-    assert "mesh = torch.distributed.init_device_mesh" in said
     kernel.run("%%distributed\ndel wrapped, mesh").check()
 
 

@@ -37,7 +37,8 @@ def train(lr: float, *, rank: int = 0, epochs: int = 1) -> float:
 
 # ------------------------------------------------------------------ the call
 @pytest.mark.parametrize(
-    ("value", "kind"), [(None, "a NoneType"), (train(0.1), "a float"), ("train", "a str"), ([train], "a list")]
+    ("value", "kind"),
+    [(None, "a NoneType"), (train(0.1), "a float"), ("train", "a str; %%distributed runs a cell"), ([train], "a list")],
 )
 def test_a_non_function_is_named(value: Any, kind: str, launch: Launcher) -> None:
     with pytest.raises(ArgumentError, match=rf"^function={re.escape(repr(value)[:80])}: must be a function.* {kind}$"):
@@ -98,5 +99,5 @@ def _holding(thing: Any) -> Callable[[], Any]:
 
 
 def test_what_cannot_be_sent_is_named_before_anything_starts(launch: Launcher) -> None:
-    with pytest.raises(PayloadError, match=r"`.*train` uses `thing`, a thread lock, which.*: create it inside the"):
+    with pytest.raises(PayloadError, match=r"`.*train` uses `thing`, a thread lock, which.*: create it in the ranks"):
         launch(_holding(LOCK))

@@ -22,7 +22,7 @@ from nblaunch import Session
 from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
-from nblaunch.launch import live_sessions
+from nblaunch.launch import session as live_sessions
 from nblaunch.training import Accelerator
 from nblaunch.wire.messages import NotStarted
 from tests.conftest import (

@@ -184,15 +184,6 @@ def test_a_rank_that_does_not_answer_a_look_is_given_up(ranks: Ranks) -> None:
     assert "rank 0 does not answer: it is busy, or in C code that blocks Python\n" in ranks.news
 
 
-def test_a_late_answer_to_a_look_takes_no_prompt(ranks: Ranks) -> None:
-    ranks.stops(1)
-    ranks.types("rank 0")
-    ranks.wait(timeouts.LOOK_TIMEOUT_S + 1)
-    ranks.looked_at(0)
-    assert ranks.prompt == "(rank 1 of 3) "
-    assert ranks.news.endswith("rank 0 runs on, Cell In[1], line 4: `rank 0` switches to it\n")
-
-
 def test_a_rank_that_fails_is_announced_at_a_prompt(ranks: Ranks) -> None:
     fates = {1: lambda: "has raised ValueError: no"}
     ranks.stops(0)
@@ -206,13 +197,6 @@ def test_a_rank_that_fails_is_announced_at_a_prompt(ranks: Ranks) -> None:
     assert ranks.news.splitlines()[1:] == ["rank 1 has raised ValueError: no", "rank 2 has returned"]
     ranks.types("rank 1")
     assert ranks.news == "rank 1 has raised ValueError: no\n"
-
-
-def test_a_failure_before_the_first_prompt_is_announced(ranks: Ranks) -> None:
-    ranks.console.left({1: lambda: "was killed by SIGKILL"})
-    assert ranks.news == ""
-    ranks.stops(0)
-    assert "rank 1 was killed by SIGKILL; the launch ends once" in ranks.news
 
 
 def test_failures_during_a_stop_are_no_news(ranks: Ranks) -> None:
@@ -231,17 +215,6 @@ def test_all_says_who_takes_no_command(ranks: Ranks) -> None:
     ranks.reads(2)
     assert ranks.types("all p x") == [(1, Typed(TASK, 2, "p x"))]
     assert ranks.news.endswith("rank 0 is busy with its last command\nrank 2 waits for input\n")
-
-
-def test_lines_of_commands_are_no_words_of_the_console(ranks: Ranks) -> None:
-    ranks.stops(0)
-    ranks.types("commands")
-    for number, line in enumerate(("ranks", "rank 1", "all p x", "help all"), 2):
-        ranks.asks(0, "(com) ", is_command=False)
-        assert ranks.types(line) == [(0, Typed(TASK, number, line))]
-    ranks.asks(0, "(com) ", is_command=False)
-    ranks.console.look(0)
-    assert list(ranks.console.outgoing()) == []
 
 
 def test_the_help_of_each_kind_is_shown_once(ranks: Ranks) -> None:
@@ -271,21 +244,6 @@ def test_the_console_explains_its_own_words(ranks: Ranks, word: str) -> None:
     assert ranks.types(f"help {word}") == []
     assert ranks.news.startswith(word)
     assert ranks.types("help p") == [(1, Typed(TASK, 1, "help p"))]
-
-
-def test_input_in_a_step_is_part_of_it(ranks: Ranks) -> None:
-    ranks.stops(0)
-    ranks.stops(1)
-    ranks.types("n")
-    ranks.closes(0, steps=True)
-    ranks.reads(0, "a? ")
-    ranks.wait(timeouts.STEP_TIMEOUT_S + 1)
-    assert ranks.prompt == "(rank 0 of 3) a? "
-    ranks.types("x")
-    ranks.closes(0)
-    assert "runs on" not in ranks.news
-    ranks.stops(0)
-    assert ranks.prompt == "(rank 0 of 3) "
 
 
 def test_answers_to_all_wake_the_cell_at_once(ranks: Ranks) -> None:

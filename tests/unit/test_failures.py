@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nblaunch.engines.protocol import Log
-from nblaunch.errors import RankDiedError
 from nblaunch.launch.failures import (
     MAX_HEADLINE,
     Account,
@@ -67,18 +66,6 @@ def test_without_a_cell_it_is_the_users_own_file() -> None:
 def test_without_a_line_of_the_users_there_is_none(traceback: str) -> None:
     failure = describe(raised(traceback), None)
     assert (failure.where, failure.source) == ("", "")
-
-
-def test_a_line_of_unknown_text_is_shown_without_it() -> None:
-    failure = describe(
-        raised('on rank 1:\n  Cell In[1], line 2, in f\n  File "/x/site-packages/a.py", line 1, in g'), None
-    )
-    assert (failure.where, failure.source) == ("Cell In[1], line 2", "")
-
-
-def test_a_rank_that_died_has_no_traceback() -> None:
-    failure = describe(RankDiedError("rank 2 was killed", 2, Path("/logs/rank2.err")), None)
-    assert (failure.rank, failure.traceback) == (2, "")
 
 
 def test_an_error_without_a_rank_has_none() -> None:
@@ -173,21 +160,6 @@ def test_a_headline_has_at_most_two_lines(message: str) -> None:
     assert len(found.text) <= MAX_HEADLINE
     assert "\n" not in found.text
     assert len(found.details) < 5000
-
-
-def test_a_group_lists_its_exceptions() -> None:
-    class Group(Exception):  # noqa: N818  # as ExceptionGroup, which Python 3.10 lacks
-        exceptions = (ValueError("one"), OSError("two"))
-
-    failure = describe(Group("workers (2 sub-exceptions)"), None)
-    assert failure.headline == "The launch failed: Group: workers (2 sub-exceptions)"
-    assert failure.details == "ValueError: one\nOSError: two"
-
-
-def test_a_message_beside_its_traceback_keeps_its_advice() -> None:
-    error = RuntimeError(DDP)
-    error.__cause__ = RankTraceback(f"on rank 0:\nRuntimeError: {DDP}")
-    assert "find_unused_parameters=True" in describe(error, None).details
 
 
 class OwnResultsError(Exception):

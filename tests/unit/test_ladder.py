@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.stopping import EXPRESSION, QUESTION, SESSION, ByUser, Due, Ladder, PeerFailed, Reason, TimedOut
+from nblaunch.launch.stopping import EXPRESSION, QUESTION, SESSION, ByUser, Ladder, PeerFailed, Reason, TimedOut
 
 BEGUN = 100.0
 GRACE = 30.0
@@ -26,44 +26,32 @@ class Stop:
         self.running = set(self.live)
         self.leaving: set[int] = set()
 
-    def at(self, seconds: float) -> list[Due]:
+    def at(self, seconds: float) -> tuple[list[int], list[int]]:
+        """The ranks to interrupt, and those to kill."""
         return self.ladder.due(BEGUN + seconds, self.live, self.running, self.leaving)
 
     def answers(self, rank: int) -> None:
         self.ladder.answered.add(rank)
 
 
-def interrupts(*ranks: int) -> list[Due]:
-    return [Due(rank, signal.SIGINT, group=False) for rank in ranks]
+def interrupts(*ranks: int) -> tuple[list[int], list[int]]:
+    return list(ranks), []
 
 
-def kills(*ranks: int) -> list[Due]:
-    return [Due(rank, signal.SIGKILL, group=True) for rank in ranks]
+def kills(*ranks: int) -> tuple[list[int], list[int]]:
+    return [], list(ranks)
+
+
+NOTHING = interrupts()
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason) -> None:
     stop = Stop(2, reason)
     assert stop.at(0) == interrupts(0, 1)
-    assert stop.at(2.99) == []
+    assert stop.at(2.99) == NOTHING
     assert stop.at(3.01) == kills(0, 1)
-    assert stop.at(8.0) == []
-
-
-def test_a_failure_kills_ranks_that_wait_in_a_collective_soon() -> None:
-    stop = Stop(2, PeerFailed())
-    assert stop.at(0) == interrupts(0, 1)
-    stop.ladder.waiting.add(1)
-    assert stop.at(0.29) == []
-    assert stop.at(0.31) == kills(1)
-
-
-def test_a_late_answer_from_a_collective_gets_the_full_grace() -> None:
-    stop = Stop(1, PeerFailed())
-    stop.at(0)
-    stop.ladder.waiting.add(0)
-    stop.answers(0)
-    assert stop.at(GRACE - 0.01) == []
+    assert stop.at(8.0) == NOTHING
 
 
 def test_silent_ranks_neither_answer_nor_leave() -> None:
@@ -92,14 +80,6 @@ def test_a_rank_that_answers_has_the_whole_grace(reason: Reason) -> None:
     assert stop.at(GRACE) == kills(1)
 
 
-def test_a_grace_shorter_than_the_patience_holds_for_all() -> None:
-    stop = Stop(2, grace=0.5)
-    stop.at(0)
-    stop.answers(0)
-    assert stop.at(0.4) == []
-    assert stop.at(0.5) == kills(0, 1)
-
-
 def test_a_second_interrupt_kills_now_also_those_that_answered() -> None:
     stop = Stop(2)
     stop.at(0)
@@ -108,16 +88,10 @@ def test_a_second_interrupt_kills_now_also_those_that_answered() -> None:
     assert stop.at(0.1) == kills(0, 1)
 
 
-def test_an_immediate_kill_interrupts_no_rank() -> None:
-    stop = Stop(2)
-    stop.ladder.at_once = True
-    assert stop.at(0) == kills(0, 1)
-
-
 def test_a_rank_whose_function_has_not_begun_is_killed_at_once() -> None:
     stop = Stop(2)
     stop.running = {1}
-    assert stop.at(0) == [*kills(0), *interrupts(1)]
+    assert stop.at(0) == ([1], [0])
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -126,7 +100,7 @@ def test_a_rank_that_is_leaving_is_not_interrupted_and_has_a_second(reason: Reas
     stop.leaving = {0}
     stop.answers(1)
     assert stop.at(0) == interrupts(1)
-    assert stop.at(0.99) == []
+    assert stop.at(0.99) == NOTHING
     assert stop.at(1.0) == kills(0)
 
 
@@ -134,19 +108,10 @@ def test_leaving_after_a_long_checkpoint_still_has_a_second() -> None:
     stop = Stop()
     stop.at(0)
     stop.answers(0)
-    assert stop.at(20) == []
+    assert stop.at(20) == NOTHING
     stop.leaving = {0}
-    assert stop.at(20.1) == stop.at(21.0) == []
+    assert stop.at(20.1) == stop.at(21.0) == NOTHING
     assert stop.at(21.2) == kills(0)
-
-
-def test_leaving_does_not_outlast_the_grace() -> None:
-    stop = Stop()
-    stop.at(0)
-    stop.answers(0)
-    stop.leaving = {0}
-    assert stop.at(GRACE - 0.1) == []
-    assert stop.at(GRACE) == kills(0)
 
 
 def test_the_countdown_is_shown_once_a_rank_has_answered() -> None:
@@ -204,10 +169,10 @@ def test_no_rank_gets_two_interrupts_nor_anything_after_its_kill(
                 stop.live = [other for other in stop.live if other != rank]
             case "kill":
                 stop.ladder.at_once = True
-        for due in stop.at(now):
-            assert due.rank in stop.live
-            assert due.group == (due.signum == signal.SIGKILL)
-            sent[due.rank].append(due.signum)
+        for signum, ranks in zip((signal.SIGINT, signal.SIGKILL), stop.at(now), strict=True):
+            for rank in ranks:
+                assert rank in stop.live
+                sent[rank].append(signum)
     stop.at(now + grace)
     for rank, signals in sent.items():
         assert signals in ([], [signal.SIGINT], [signal.SIGKILL], [signal.SIGINT, signal.SIGKILL])
@@ -224,7 +189,7 @@ def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
     assert ladder.to_free(BEGUN + 0.51, [0, 1], has_left=False) == [0, 1]
     assert ladder.to_free(BEGUN + 0.6, [0, 1], has_left=False) == []
     assert ladder.to_free(BEGUN + 1.6, [1], has_left=False) == [1]  # it waits in the next collective
-    assert stop.at(GRACE - 0.01) == []
+    assert stop.at(GRACE - 0.01) == NOTHING
     assert stop.at(GRACE) == kills(0, 1)
 
 
@@ -261,5 +226,5 @@ def test_a_question_kills_no_rank_and_is_given_up() -> None:
         stop.ladder = ladder = Ladder(PeerFailed(), BEGUN, 2.5, policy)
         assert stop.at(0) == interrupts(0)
         assert ladder.to_free(BEGUN + 0.11, [0], has_left=False) == freed
-        assert stop.at(60) == []
+        assert stop.at(60) == NOTHING
         assert (ladder.is_given_up(BEGUN + 2.4), ladder.is_given_up(BEGUN + 2.5)) == (False, True)

@@ -14,11 +14,10 @@ import pytest
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Store
-from nblaunch.errors import ArgumentError, NblaunchError
+from nblaunch.errors import ArgumentError
 from nblaunch.launch.options import Options
 from nblaunch.launch.plan import Plan, make_plan
 from nblaunch.machine.inventory import Machine, this_machine
-from nblaunch.machine.limits import usable_cpus
 
 
 def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -> Machine:
@@ -72,12 +71,6 @@ def test_an_environment_that_cannot_be_is_named_by_the_variable(env: dict[Any, A
         planned(env={"FINE": "1", **env})
 
 
-def test_an_argument_error_is_a_value_error_and_ours() -> None:
-    with pytest.raises(ValueError, match="num_processes=0") as caught:
-        planned(num_processes=0)
-    assert isinstance(caught.value, NblaunchError)
-
-
 def test_numpys_integers_are_numbers_of_processes() -> None:
     assert planned(num_processes=numpy.int64(3)).world_size == 3
 
@@ -92,13 +85,10 @@ def test_windows_gets_one_sentence_that_points_to_wsl() -> None:
     ("gpus", "arguments", "ranks", "devices", "backend"),
     [
         (0, {}, 2, ["cpu", "cpu"], "gloo"),
-        (0, {"num_processes": 3}, 3, ["cpu"] * 3, "gloo"),
         (4, {}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "cpu:gloo,cuda:nccl"),
         (4, {"num_processes": 2}, 2, ["cuda:0", "cuda:1"], "cpu:gloo,cuda:nccl"),
         (4, {"device": "cpu"}, 2, ["cpu", "cpu"], "gloo"),
-        (4, {"device": "cuda", "num_processes": 1}, 1, ["cuda:0"], "cpu:gloo,cuda:nccl"),
         (2, {"backend": "nccl"}, 2, ["cuda:0", "cuda:1"], "nccl"),
-        (1, {"num_processes": 3, "backend": "gloo"}, 3, ["cuda:0"] * 3, "gloo"),
         (2, {"num_processes": 3, "backend": "gloo"}, 3, ["cuda:0", "cuda:1", "cuda:0"], "gloo"),
         (1, {"num_processes": 3, "device": "cpu"}, 3, ["cpu"] * 3, "gloo"),
     ],
@@ -131,10 +121,6 @@ def test_the_soft_limit_of_descriptors_holds(monkeypatch: pytest.MonkeyPatch) ->
     assert this_machine().free_descriptors == 1 << 20
 
 
-def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
-    assert planned(Machine(2, 8, "linux", {}, gpu_backend="xccl")).backend == "cpu:gloo,cuda:xccl"
-
-
 @pytest.mark.parametrize(
     ("gpus", "arguments", "message"),
     [
@@ -145,14 +131,12 @@ def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
             "ranks share a GPU",
         ),
         (2, {"num_processes": 3, "device": "cuda"}, "num_processes=3, but 2 GPUs are visible: use num_processes=2, or"),
-        (1, {"num_processes": 2, "backend": "nccl"}, "num_processes=2, but 1 GPU is visible"),
         (
             0,
             {"device": "cuda"},
             "device='cuda', but no GPU is visible: check CUDA_VISIBLE_DEVICES, or",
         ),
         (0, {"backend": "nccl"}, "backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'"),
-        (4, {"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, but the device is 'cpu'"),
     ],
 )
 def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
@@ -160,12 +144,6 @@ def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
 ) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         planned(machine(gpus), **arguments)
-
-
-def test_the_rendezvous_is_on_loopback() -> None:
-    world = planned(machine(2, cpus=4)).world(1, Store("127.0.0.1", 4242))
-    assert (world.master_addr, world.master_port) == ("127.0.0.1", 4242)
-    assert (world.backend, world.device, world.threads) == ("cpu:gloo,cuda:nccl", "cuda:1", 2)
 
 
 # ------------------------------------------------------------------ start methods
@@ -183,14 +161,10 @@ def test_where_forking_is_unsafe_ranks_are_spawned() -> None:
         (8, 3, {}, {}, 2),
         (2, 8, {}, {}, 1),
         (8, 2, {"OMP_NUM_THREADS": "3"}, {}, 3),
-        (8, 2, {"OMP_NUM_THREADS": " 3 "}, {}, 3),
         (8, 2, {"OMP_NUM_THREADS": "5,2"}, {}, 5),
         (8, 2, {"OMP_NUM_THREADS": "0"}, {}, 4),
-        (8, 2, {"OMP_NUM_THREADS": "many"}, {}, 4),
         (8, 2, {"OMP_NUM_THREADS": "²"}, {}, 4),
-        (8, 2, {"OMP_NUM_THREADS": ""}, {}, 4),
         (8, 2, {"OMP_NUM_THREADS": "3"}, {"threads_per_rank": 7}, 7),
-        (8, 2, {}, {"env": {"OMP_NUM_THREADS": "6"}}, 6),
         (8, 2, {"OMP_NUM_THREADS": "3"}, {"env": {"OMP_NUM_THREADS": "6"}}, 6),
     ],
 )
@@ -231,14 +205,6 @@ def test_nothing_of_another_launchs_environment_reaches_a_rank() -> None:
     assert environment["HOME"] == "/home/me"
 
 
-def test_a_hostile_environment_makes_the_same_plan_as_a_clean_one() -> None:
-    assert planned(machine(**HOSTILE)) == planned(machine())
-
-
-def test_the_tests_own_state_directory_reaches_ranks() -> None:
-    assert planned(machine(NBLAUNCH_STATE_DIR="/state")).env["NBLAUNCH_STATE_DIR"] == "/state"
-
-
 def test_every_variable_of_torchrun_is_set() -> None:
     environment = environment_of(planned(num_processes=4, max_restarts=2), rank=3, attempt=1)
     assert {
@@ -277,12 +243,9 @@ def test_ranks_talk_over_loopback_unless_the_call_says_otherwise(platform: str, 
 @pytest.mark.parametrize(
     ("backend", "seen"),
     [
-        ("inline", "module://nblaunch.ranks.matplotlib_backend"),
         ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.matplotlib_backend"),
         ("module://ipympl.backend_nbagg", "module://nblaunch.ranks.matplotlib_backend"),
-        ("widget", "module://nblaunch.ranks.matplotlib_backend"),
         ("agg", "agg"),
-        ("svg", "svg"),
     ],
 )
 def test_a_backend_that_only_a_kernel_can_draw_with_is_replaced(backend: str, seen: str) -> None:
@@ -321,11 +284,6 @@ def test_nodes_that_cannot_work_together_are_named() -> None:
     assert make_plan([gpu, cpu], LocalEngine(), Options(device="cpu")).world_size == 2  # one on each
 
 
-def test_the_calls_own_variables_come_last() -> None:
-    plan = planned(machine(A="1", MPLBACKEND="inline"), env={"A": "2", "B": "3", "MPLBACKEND": "svg"})
-    assert {"A": "2", "B": "3", "MPLBACKEND": "svg"}.items() <= plan.env.items()
-
-
 def test_accelerates_cpu_variable_is_set_for_cpu_ranks() -> None:
     assert planned(device="cpu").env["ACCELERATE_USE_CPU"] == "true"
     assert planned(machine(ACCELERATE_USE_CPU="no"), device="cpu").env["ACCELERATE_USE_CPU"] == "no"
@@ -353,12 +311,3 @@ def test_a_machine_without_gpu_drivers_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", str(sys.platform != "linux")]
-
-
-def test_this_machine_is_seen_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_VARIABLE_OF_NOW", "1")
-    here = this_machine()
-    assert here.env["A_VARIABLE_OF_NOW"] == "1"
-    assert here.cpus == usable_cpus()
-    monkeypatch.delenv("A_VARIABLE_OF_NOW")
-    assert "A_VARIABLE_OF_NOW" not in this_machine().env

@@ -45,13 +45,6 @@ def test_a_rank_that_there_is_not_is_an_index_error() -> None:
         result_of("a", "b")[2]
 
 
-def test_logs_and_duration_stand_beside_the_values() -> None:
-    result = result_of(1, 2)
-    assert result.logs[1].err == Path("/logs/rank1.err")
-    assert len(result.logs) == 2
-    assert result.duration == 1.2345
-
-
 @pytest.mark.parametrize(
     ("values", "reports", "text"),
     [
@@ -71,24 +64,12 @@ def test_the_repr_is_short(values: list[Any], reports: list[Report], text: str) 
     assert repr(result_of(*values, reports=reports)) == text
 
 
-def test_the_repr_of_many_metrics_is_short_too() -> None:
-    many = [Report(0, 1.0, None, {f"metric{n}": n / 3 for n in range(100)})]
-    assert repr(Metrics(many)) == (
-        "Metrics(1 report: metric0 0, metric1 0.3333, metric2 0.6667, metric3 1, metric4 1.333, metric5 1.667, …)"
-    )
-
-
 # ------------------------------------------------------------------ metrics
 def test_metrics_are_in_order_of_time_across_ranks() -> None:
     shuffled = random.Random(1).sample(REPORTS, len(REPORTS))
     metrics = Metrics(shuffled)
     assert list(metrics) == REPORTS
     assert (len(metrics), metrics[-1], metrics[:2]) == (4, REPORTS[3], REPORTS[:2])
-
-
-def test_reports_of_the_same_moment_keep_the_order_of_their_rank() -> None:
-    same = [Report(0, 1.0, step, {}) for step in range(5)]
-    assert [report.step for report in Metrics(same)] == [0, 1, 2, 3, 4]
 
 
 @given(
@@ -133,11 +114,6 @@ def test_pandas_gets_a_row_per_report_and_a_column_per_metric() -> None:
     assert frame["loss"].tolist() == [0.9, 0.8, 0.7, 0.6]
     assert frame["lr"].isna().tolist() == [True, True, True, False]
     assert frame["step"].isna().tolist() == [False, False, False, True]
-
-
-def test_pandas_gets_the_fixed_columns_where_nothing_was_reported() -> None:
-    frame = Metrics([]).to_pandas()
-    assert (list(frame.columns), len(frame)) == (["rank", "time", "step"], 0)
 
 
 # ------------------------------------------------------------------ the best step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -22,7 +21,7 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.terminal_lines import last_lines
+from nblaunch.launch.payload import share
 from nblaunch.launch.plan import make_plan
 from nblaunch.launch.run import Job, Run, supervise
 from nblaunch.launch.stopping import TimedOut
@@ -122,10 +121,6 @@ class Scene:
         self.task.step()
 
     @property
-    def phase(self) -> str:
-        return self.task.phase
-
-    @property
     def cause(self) -> tuple[str, str, int]:
         verdict = self.task.verdict()
         cause = verdict.cause
@@ -168,17 +163,15 @@ def scene(begin: Callable[..., Scene]) -> Scene:
 # ------------------------------------------------------------------ verdicts and phases
 def test_a_task_whose_ranks_all_return_has_finished(scene: Scene) -> None:
     scene.run_all()
-    assert (scene.phase, scene.view.states) == ("running", {0: "running", 1: "running"})
+    assert scene.view.states == {0: "running", 1: "running"}
     assert scene.view.pids == {0: FAKE_PID, 1: FAKE_PID + 1}
     for worker in scene.workers.ranks:
         worker.returns_and_exits()
     scene.step()
-    assert scene.phase == "returned"
     scene.workers.sweeps()
     scene.step()
     assert scene.group.is_over
     assert scene.task.finish().state == "finished"
-    assert scene.phase == "ended"
     assert scene.view.states == {0: "returned", 1: "returned"}
     assert scene.signals() == [[], []]
 
@@ -240,14 +233,6 @@ def test_a_result_without_its_descriptors_is_a_failure(scene: Scene) -> None:
     assert "too many open files (ulimit -n) for 50 more" in failed.text
 
 
-def test_a_lost_result_of_an_earlier_task_changes_nothing(begin: Callable[..., Scene]) -> None:
-    scene = begin(number=2)
-    error = LostDescriptorsError(24, "too many open files")
-    scene.workers.events.append(LostDescriptors(1, Done(1, 1, 5), error))
-    scene.step()
-    assert not scene.task.ranks[1].has_failed
-
-
 def test_another_message_without_its_descriptors_is_a_bug(scene: Scene) -> None:
     error = LostDescriptorsError(24, "too many open files")
     scene.workers.events.append(LostDescriptors(1, Running(1, 1), error))
@@ -260,9 +245,8 @@ def test_a_failure_stops_the_others_after_a_moment(scene: Scene) -> None:
     scene.run_all()
     scene[1].raises()
     scene.step()
-    assert (scene.phase, scene.signals()) == ("failed", [[], []])
+    assert scene.signals() == [[], []]
     scene.step(timeouts.PEER_FAILURE_WAIT_S)
-    assert scene.phase == "stopping"
     assert scene[0].signals == [signal.SIGINT]
     assert scene.cause == ("failed", "exception", 1)
     assert scene.view.states == {0: "stopping", 1: "failed"}
@@ -302,15 +286,6 @@ def test_a_failure_is_noted_once_while_others_still_run(scene: Scene) -> None:
     ]
 
 
-def test_a_failure_of_all_needs_no_note(scene: Scene) -> None:
-    scene.run_all()
-    for worker in scene.workers.ranks:
-        worker.raises()
-    scene.step()
-    scene.step(timeouts.FAILURE_NOTE_DELAY_S)
-    assert scene.view.notes == []
-
-
 def test_a_rank_that_cannot_be_started_stops_the_others(scene: Scene) -> None:
     scene[0].runs()
     scene.workers.refuses(1, "no memory")
@@ -318,12 +293,6 @@ def test_a_rank_that_cannot_be_started_stops_the_others(scene: Scene) -> None:
     scene.step(timeouts.PEER_FAILURE_WAIT_S)
     assert scene.group.refusal == "rank 1 could not be started: no memory"
     assert scene[0].signals == [signal.SIGINT]
-
-
-def test_no_reaper_is_no_rank(scene: Scene) -> None:
-    scene.workers.refuses(-1, "no memory")
-    scene.step()
-    assert scene.group.refusal == "no rank could be started: no memory"
 
 
 def test_ranks_that_lost_their_reaper_are_lost(scene: Scene) -> None:
@@ -388,10 +357,10 @@ def test_the_stop_asks_again_after_a_click_on_stacks(scene: Scene) -> None:
     scene[1].raises()
     scene.step()
     scene.step(timeouts.PEER_FAILURE_WAIT_S)
-    scene.commands.ask_stacks()
+    asked = scene.commands.want_stacks(1.0)
     for _ in range(3):
         scene.step(0.01)
-    assert "line 7, in train" in scene.view.texts[0]
+    assert "line 7, in train" in asked.result(0)[0]
     scene[0].stacks.answer = IN_COLLECTIVE
     for _ in range(3):
         scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S)
@@ -405,7 +374,7 @@ def test_a_look_at_collectives_that_fails_stops_no_task(scene: Scene, monkeypatc
     monkeypatch.setattr(FakeWorker, "collectives", refuse)
     scene.run_all()
     scene.step(timeouts.STUCK_POLL_S)
-    assert scene.phase == "running"
+    assert (scene.is_over(), scene.task.ladder) == (False, None)
 
 
 def test_a_rank_in_its_own_code_has_the_usual_time(scene: Scene) -> None:
@@ -480,7 +449,6 @@ def test_threads_are_noted_during_a_stop_too(scene: Scene, stops_first: bool) ->
     scene.commands.ask()
     scene.step()
     scene.step(timeouts.THREADS_NOTE_DELAY_S + 0.1)
-    assert scene.phase == "stopping"
     assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
 
 
@@ -531,36 +499,10 @@ def test_an_engine_that_does_not_answer_is_nudged_once(scene: Scene, hint: str |
     assert scene.view.notes == ([] if hint is None else [hint])
 
 
-def test_a_group_whose_reaper_is_gone_stays_over(scene: Scene) -> None:
-    scene.workers.has_begun = False
-    scene.workers.is_killed()
-    scene.step(timeouts.GROUP_BEGIN_TIMEOUT_S + 0.1)
-    assert scene.group.is_lost
-    assert scene.view.notes == []
-
-
 # ------------------------------------------------------------------ logs and metrics
 def follower(scene: Scene, *patterns: str) -> OutputFollower:
     compiled = [re.compile(pattern) for pattern in patterns]
     return OutputFollower(scene.workers.ranks, compiled, scene.view)
-
-
-def test_the_view_gets_what_ranks_print(scene: Scene) -> None:
-    output = follower(scene)
-    scene[0].prints("one\n")
-    scene[1].prints("two\n", "err")
-    output.poll()
-    scene[0].prints("three\n")
-    output.poll()
-    assert scene.view.printed == {(0, "out"): ["one", "three"], (1, "err"): ["two"]}
-
-
-def test_reports_are_kept_and_shown(scene: Scene) -> None:
-    output = follower(scene)
-    record = {"time": 1.0, "step": 3, "metrics": {"loss": 0.5}}
-    scene[1].prints(json.dumps(record) + "\n", "spool")
-    output.poll()
-    assert scene.view.records == [(1, record)]
 
 
 def test_patterns_that_match_no_line_are_noted(scene: Scene) -> None:
@@ -590,16 +532,6 @@ def test_a_full_disk_is_noted_once_and_summed_up(scene: Scene) -> None:
     assert [note[:11] for note in scene.view.notes[1:]] == ["rank 0 lost", "rank 1 lost"]
 
 
-def test_the_view_is_shown_the_stacks_it_asked_for(scene: Scene) -> None:
-    scene[0].stacks.answer = IN_PYTHON
-    scene.commands.ask_stacks()
-    scene.step()
-    scene.step()
-    scene.step(timeouts.STACKS_TIMEOUT_S)
-    assert 'File "/home/me/train.py", line 7, in train' in scene.view.texts[0]
-    assert scene.view.texts[1].startswith("no answer within 2 s")
-
-
 # ------------------------------------------------------------------ one run
 class Script(FakeWorkers):
     """Ranks that do their part when the supervisor waits for them."""
@@ -618,7 +550,7 @@ def run_of(workers: FakeWorkers, view: View) -> tuple[Run, FakeEngine]:
     engine = FakeEngine(workers)
     plan = make_plan([Machine(0, 2, "linux", {"HOME": "/root"})], engine, Options(num_processes=2))
     payload = Payload(len, (), {}, hello, Settings(), {})
-    job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf, DebugConsole(2, {}))
+    job = Job(plan, "1-1-abc", this_process(), share(payload), math.inf, DebugConsole(2, {}))
     return Run(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine
 
 
@@ -651,15 +583,6 @@ def test_a_run_runs_one_task_and_closes_its_group() -> None:
     run.commands.close()
 
 
-def test_views_get_the_ranks_and_logs_outlive_the_group() -> None:
-    view, workers = Recorder(), hello()
-    run, engine = run_of(workers, view)
-    run.start(engine)
-    assert view.workers == [workers]
-    assert last_lines(run.output.ranks[1].logs["out"]) == "hello"
-    run.commands.close()
-
-
 def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> None:
     """A turn of a session ends with its task, though the ranks live on."""
     scene = begin()
@@ -668,22 +591,8 @@ def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> Non
         worker.prints("hello\n")
         worker.returns()
     supervise(scene.task, output, scene.view, scene.is_over)
-    assert scene.phase == "returned"
     assert scene.view.printed == {(0, "out"): ["hello"], (1, "out"): ["hello"]}
     assert scene.group.live == [0, 1]
-
-
-def test_an_attempt_whose_rank_cannot_start_says_why() -> None:
-    workers = Script(
-        lambda workers: workers.refuses(0, "no memory"),
-        both(FakeWorker.exits),
-        lambda workers: workers.sweeps(),
-    )
-    run, engine = run_of(workers, Recorder())
-    with pytest.raises(StartError, match="rank 0 could not be started: no memory"):
-        run.start(engine)
-    assert workers.is_closed
-    run.commands.close()
 
 
 @pytest.mark.parametrize("step", ["start", "send_tasks", "wait"])

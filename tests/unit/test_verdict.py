@@ -169,13 +169,6 @@ def test_the_ending_is_judged(ends: list[RankEnd], ladder: Ladder | None, expect
     assert headline(judge(ranks(*ends), ladder, lost=False)) == expected
 
 
-def test_the_cause_carries_how_its_rank_ended() -> None:
-    ends = ranks(returned(4.0), echoed(3.0), returned(2.0))
-    cause = judge(ends, None, lost=False).cause
-    assert cause is not None
-    assert (cause.end, cause.time_ns, cause.finished_rank) == (ends[1], seconds(3.0), 2)
-
-
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
@@ -225,18 +218,6 @@ def test_a_primary_failure_wins_in_any_order_of_ranks(primary: Any, others: list
     verdict = judge(ranks(*(ends[i] for i in order)), None, lost=False)
     assert headline(verdict)[0] == "failed"
     assert headline(verdict)[2] == order.index(0)
-
-
-@given(st.lists(st.sampled_from([raised, died, echoed, returned]), min_size=1, max_size=4), st.data())
-@settings(derandomize=True, deadline=None)
-def test_the_numbering_of_ranks_does_not_change_the_verdict(kinds: list[Any], data: st.DataObject) -> None:
-    ends = [kind(1.0 + n) for n, kind in enumerate(kinds)]
-    order = data.draw(st.permutations(range(len(ends))))
-    plain, shuffled = judge(ranks(*ends), None, lost=False), judge(ranks(*(ends[i] for i in order)), None, lost=False)
-    assert plain.state == shuffled.state
-    if plain.cause is not None and shuffled.cause is not None:
-        assert plain.cause.kind == shuffled.cause.kind
-        assert plain.cause.rank == order[shuffled.cause.rank]
 
 
 @given(
