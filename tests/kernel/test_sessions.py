@@ -11,7 +11,7 @@ import pytest
 from nblaunch.launch.output.terminal_lines import without_colours
 from tests.conftest import command_of, eventually, leaving_nothing, marked_processes
 from tests.kernel.harness import Cell, Kernel
-from tests.processes.test_session_deaths import alive
+from tests.processes.test_deaths import alive
 
 NET = """
 import torch, time, os, signal

@@ -6,7 +6,7 @@ import signal
 
 from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
-from tests.processes.test_session_deaths import SURVIVES_AT_MOST, alive
+from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
 
 LAUNCHES = 20
 CELL = f"""

@@ -105,10 +105,6 @@ def test_of_restarts_the_last_attempt_counts(launch: Launcher) -> None:
     assert sorted((report.rank, report.values["accuracy"]) for report in metrics) == [(0, 0.1), (1, 0.1)]
 
 
-def test_without_a_pattern_what_is_printed_is_no_metric(launch: Launcher) -> None:
-    assert len(launch(train).metrics) == 0
-
-
 def test_a_wrong_pattern_is_named_before_anything_starts(launch: Launcher, tmp_path: Path) -> None:
     said = r"^metric_patterns='loss: \(': not a regular expression: missing \), unterminated subpattern at position 6$"
     with pytest.raises(ArgumentError, match=said):
