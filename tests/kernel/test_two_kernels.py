@@ -6,7 +6,8 @@ import signal
 
 from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
-from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
+from tests.processes.test_deaths import alive
+from tests.processes.test_session_deaths import SURVIVES_AT_MOST
 
 LAUNCHES = 20
 CELL = f"""
