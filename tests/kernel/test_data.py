@@ -36,12 +36,6 @@ def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:
     assert "kept" not in kernel.run("%distributed status").stdout
 
 
-def test_only_the_names_that_a_cell_uses_are_sent(kernel: Kernel) -> None:
-    kernel.run(f"{DATA}\nother = torch.ones(2_000_000)").check()
-    kernel.run("%%distributed -n 2 -o found\n[float(part.sum()) for part in data.split(500_000)]").check()
-    assert kernel.ask("[name for name, size in found.payload.parts if size > 1000]") == ["data"]
-
-
 def test_a_large_payload_is_reported_once(kernel: Kernel) -> None:
     kernel.run(f"{DATA}\nfrom nblaunch.launch import result as launches").check()
     kernel.run("noted, launches.NOTED_BYTES = launches.NOTED_BYTES, 1_000_000").check()
@@ -49,13 +43,6 @@ def test_a_large_payload_is_reported_once(kernel: Kernel) -> None:
     kernel.run("launches.NOTED_BYTES = noted").check()
     assert re.search(r"nblaunch: the ranks are sent 4 MB, and share one copy in memory: data 4 MB", said[0])
     assert "are sent" not in said[1]
-
-
-def test_a_launch_over_changed_data_has_the_change(kernel: Kernel) -> None:
-    kernel.run(DATA).check()
-    for value in (1.0, 2.0, 2.0, 3.0):
-        kernel.run(f"data[-1] = {value}").check()
-        assert kernel.run("%%distributed -n 2\nfloat(data[-1])").check().value == str(value)
 
 
 def test_a_result_is_the_notebooks_own(kernel: Kernel) -> None:

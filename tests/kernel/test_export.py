@@ -56,11 +56,11 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Kernel:
     return kernel
 
 
-def run_script(script: Path, has_nblaunch: bool = False) -> str:
-    """Run a script where no notebook is."""
-    if not has_nblaunch:
-        script.with_name("nblaunch.py").write_text("raise ImportError('only torch is here')\n")
-    return torchrun(script)
+def run_in_ranks(kernel: Kernel, script: str) -> str:
+    """Run a script in two ranks of a launch, which have the environment that torchrun gives, and torch already."""
+    kernel.run("def run(script):\n    import runpy\n    runpy.run_path(script, run_name='__main__')").check()
+    options = "num_processes=2, view='text', device='cpu', threads_per_rank=1"
+    return kernel.run(f"_ = notebook_launcher(run, ({script!r},), {options})").check().stdout
 
 
 def found_by(folder: Path) -> list[list[Any]]:
@@ -75,7 +75,8 @@ def test_an_exported_function_gives_the_same_numbers(notebook: Kernel, tmp_path:
     job.mkdir()
 
     shown = notebook.run(f"nblaunch.export(train, 'job/train.py', (2,), {{'lr': 0.1}}, {options})").check()
-    printed = run_script(job / "train.py")
+    (job / "nblaunch.py").write_text("raise ImportError('only torch is here')\n")
+    printed = torchrun(job / "train.py")
 
     assert "run it: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 job/train.py" in shown.value
     assert found_by(job) == expected
@@ -92,11 +93,10 @@ def test_an_exported_cell_gives_the_same_numbers(notebook: Kernel, tmp_path: Pat
     line = "%%distributed --export cell.py -n 2 -o out --device cpu --metric 'x (?P<x>.)'"
     shown = notebook.run(f"{line}\n{body}").check()
     assert not (tmp_path / "rank0.json").exists()
-    printed = run_script(tmp_path / "cell.py")
+    run_in_ranks(notebook, "cell.py")
 
     assert "wrote cell.py\nrun it: torchrun --nproc-per-node 2 cell.py" in shown.stdout
     assert found_by(tmp_path) == expected
-    assert printed == ""
 
 
 def test_the_script_reads_as_the_notebook(notebook: Kernel, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_code_with_its_own_group_and_reports_runs(notebook: Kernel, tmp_path: Pa
     )
     notebook.run(f"%%distributed --export own.py\n{body}").check()
 
-    assert run_script(tmp_path / "own.py", has_nblaunch=True).split() == ["2", "2"]
+    assert {"[rank 0] 2", "[rank 1] 2"} <= set(run_in_ranks(notebook, "own.py").splitlines())
     assert "\nimport nblaunch\n" in (tmp_path / "own.py").read_text()
 
 

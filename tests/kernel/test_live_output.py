@@ -75,13 +75,6 @@ def test_a_progress_bar_moves_in_place(kernel: Kernel, folder: Path) -> None:
     assert kernel.ask("'100%' in bars.logs[1].err.read_text()")
 
 
-def test_a_carriage_return_overwrites(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed -n 1\nprint('wrong\\rright', flush=True)").check()
-
-    assert "[rank 0] right" in cell.stdout
-    assert "wrong" not in cell.stdout
-
-
 def test_children_and_c_code_are_shown_too(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed -n 2\nimport os\nos.system('echo from a child')\nos.write(2, b'from the fd\\n');"
@@ -112,24 +105,6 @@ def test_a_flood_stays_below_jupyters_limits(flood: Cell) -> None:
 def test_a_flood_is_whole_in_the_files(kernel: Kernel, flood: Cell) -> None:
     expected = f"[[f'line {{i:06d}} of rank {{rank}}' for i in range({LINES})] for rank in range(2)]"
     assert kernel.ask(f"[log.text().splitlines() for log in flood.logs] == {expected}")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_flood_shows_its_first_and_last_lines(flood: Cell, rank: int) -> None:
-    shown = [line for line in flood.stdout.splitlines() if line.startswith(f"[rank {rank}] line")]
-
-    assert shown[0] == f"[rank {rank}] line 000000 of rank {rank}"
-    assert shown[-1] == f"[rank {rank}] line {LINES - 1:06d} of rank {rank}"
-
-
-def test_a_flood_counts_omitted_lines_and_names_the_log(kernel: Kernel, flood: Cell) -> None:
-    shown = len(re.findall(r"\[rank \d\] line \d+ of rank \d", flood.stdout))
-    left_out = [int(count.replace(",", "")) for count in re.findall(r"… ([\d,]+) lines? \(", flood.stdout)]
-
-    assert left_out
-    assert shown + sum(left_out) == 2 * LINES
-    for log in kernel.ask("[str(log.out) for log in flood.logs]"):
-        assert f"omitted; see {log}" in flood.stdout
 
 
 # ------------------------------------------------------------------ a busy kernel
@@ -178,10 +153,3 @@ def test_capture_takes_what_the_ranks_print(kernel: Kernel) -> None:
     captured: tuple[str, str] = kernel.ask("captured.stdout, captured.stderr")
     assert "[rank 1] to be captured" in captured[0]
     assert "[rank 1] err" in captured[1]
-
-
-def test_a_view_of_none_shows_nothing(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed -n 2 --view none -o quiet\nprint('in the file alone')").check()
-
-    assert cell.text == ""
-    assert kernel.ask("quiet.logs[1].text()") == "in the file alone\n"

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conftest import LONG, eventually
 from tests.kernel.harness import Kernel, running_kernel
 from tests.kernel.page import WIDGET, Page
@@ -81,7 +79,6 @@ def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
     cells = {
         "notebook_launcher(abs, args=(1,), num_processes=2)": "finished in",
         "%distributed session -n 1 --name waits": "session waits",
-        "notebook_launcher(abs, args=(1,), num_processes=1, env={'PYTHONHASHSEED': '9'})": "finished in",
     }
     for cell, end in cells.items():
         page.run(f"{stop}\n{cell}")
@@ -117,26 +114,18 @@ launch.wait(60)
     page.take_until(lambda: request in page.idle)
 
 
-def test_a_large_payload_is_noted_among_the_lines(page: Page) -> None:
-    page.kernel.run("import torch\ndata = torch.ones(1_000_000)").check()
-    with _changed(page.kernel, "nblaunch.launch.result", "NOTED_BYTES", 1_000_000):
-        page.run("notebook_launcher(lambda: float(data[0]), num_processes=2)")
-    assert "the ranks are sent 4 MB, and share one copy in memory: data 4 MB" in page.displays[-1]["text/plain"]
-
-
-@pytest.mark.parametrize("click", ["stop", "kill"])
-def test_clicks_show_stacks_and_stop_the_launch_while_its_cell_blocks(page: Page, click: str) -> None:
+def test_clicks_show_stacks_and_stop_the_launch_while_its_cell_blocks(page: Page) -> None:
     request = page.start(WAITS + "notebook_launcher(waits, num_processes=2)")
     page.take_until(lambda: page.log(0) and page.log(1))
     page.new_subshell()
     page.send(kind="stacks", launch=page.state["info"]["launch"])
     page.take_until(lambda: page.part("stacks"))
     assert ["waits" in stack for _, stack in page.part("stacks")["ranks"]] == [True, True]
-    page.send(kind=click, launch=page.state["info"]["launch"])
+    page.send(kind="stop", launch=page.state["info"]["launch"])
     page.take_until(lambda: request in page.idle, limit=10)
     page.take_until(lambda: page.status == "stopped")
     assert page.of("acknowledged") == [
-        {"kind": "acknowledged", "action": click, "launch": page.state["info"]["launch"]}
+        {"kind": "acknowledged", "action": "stop", "launch": page.state["info"]["launch"]}
     ]
     assert "stopped after" in page.displays[-1]["text/plain"]
 
@@ -319,9 +308,9 @@ def test_after_all_widgets_are_closed_a_panel_has_a_script(page: Page) -> None:
 
 
 def test_a_short_launch_shows_the_memory_of_every_rank(page: Page) -> None:
-    page.run("def naps():\n    import time; time.sleep(1)\nnotebook_launcher(naps, num_processes=8)")
+    page.run("def naps():\n    import time; time.sleep(1)\nnotebook_launcher(naps, num_processes=3)")
     changes = [content.get("changes", {}) for _, content, _ in page.messages]
-    assert {rank for found in changes for rank, values in found.get("resources", []) if values[1][1]} == set(range(8))
+    assert {rank for found in changes for rank, values in found.get("resources", []) if values[1][1]} == {0, 1, 2}
 
 
 def test_a_launch_with_silent_ranks_sends_heartbeats(page: Page) -> None:

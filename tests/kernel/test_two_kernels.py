@@ -9,7 +9,7 @@ from tests.kernel.harness import Kernel, running_kernel
 from tests.processes.test_deaths import alive
 from tests.processes.test_session_deaths import SURVIVES_AT_MOST
 
-LAUNCHES = 20
+LAUNCHES = 10
 CELL = f"""
 import torch, torch.distributed as dist
 from nblaunch import notebook_launcher
@@ -47,14 +47,14 @@ REDUCES = "%%distributed\nkept += 1\nt = torch.ones(1)\ndist.all_reduce(t)\nprin
 
 
 def test_the_end_of_one_kernels_session_spares_the_others(kernel: Kernel) -> None:
-    """Its stop, the kernel's restart and its death; both have a session of the same name."""
+    """Its stop, and the death of its kernel; both have a session of the same name."""
     state = kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
     kernel.run(SESSION).check()
     kernel.run("%%distributed\nkept = 10 * rank").check()
     ours = pids(kernel)
     try:
         with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as other:
-            for number, end in enumerate((stop_the_session, restart, kill), 1):
+            for number, end in enumerate((stop_the_session, kill), 1):
                 other.run(SESSION).check()
                 theirs = pids(other)
                 end(other)
@@ -76,10 +76,6 @@ def all_gone(processes: list[int]) -> bool:
 
 def stop_the_session(kernel: Kernel) -> None:
     kernel.run("%distributed session stop").check()
-
-
-def restart(kernel: Kernel) -> None:
-    kernel.restart()
 
 
 def kill(kernel: Kernel) -> None:
