@@ -182,9 +182,10 @@ class Namespace(pickling.Home):
         }
         question = Question("restore", ranks=(self._rank,))
         code = (types.ModuleType, types.FunctionType, type)  # a __setstate__ may use them
-        first = (definitions.BoundFirst(name, each) for name, each in values.items() if isinstance(each, code))
+        bound = (definitions.BoundFirst(name, each) for name, each in values.items() if isinstance(each, code))
+        first = tuple(map(pickling.ByItself, bound))
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
-        return Payload(question, tuple(first), {"lost": said}, None, Settings(), {}, main=dict(self.main), names=names)
+        return Payload(question, first, {"lost": said}, None, Settings(), {}, main=dict(self.main), names=names)
 
     # -------------------------------------------------------------- a `pickling.Home`, for `_dump`: all is dumped
     def key_of(self, obj: object) -> tuple[str, bool]:
