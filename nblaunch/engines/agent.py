@@ -36,6 +36,7 @@ from zmq.utils.monitor import recv_monitor_message
 from nblaunch.engines.link import (
     JOIN,
     LINK_CONNECT_TIMEOUT_S,
+    PART_BYTES,
     BlobStore,
     Message,
     Outbox,
@@ -76,8 +77,6 @@ from nblaunch.wire.tables import Begun, Dropped
 
 _log = logging.getLogger(__name__)
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-_PIECE_BYTES = 1 << 18
-"""Of files in one message."""
 _KEPT_DIRECTORIES = 3
 """Of the last tasks of kept ranks; the first directory of a group stays."""
 _STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
@@ -160,7 +159,7 @@ class AgentFiles:
         batch: list[_Piece] = []
         for piece in (piece for rank in ranks for piece in self._unsent_of(rank)):
             size = sum(len(data) for _, _, data in batch)
-            if batch and (piece[0] != batch[0][0] or size + len(piece[2]) > _PIECE_BYTES):
+            if batch and (piece[0] != batch[0][0] or size + len(piece[2]) > PART_BYTES):
                 yield self._message(batch)
                 batch = []
             batch.append(piece)
@@ -193,7 +192,7 @@ class AgentFiles:
         start = self._sent.setdefault(path, 0)
         with path.open("rb", buffering=0) as file:
             file.seek(start)
-            while start < end and (data := file.read(min(_PIECE_BYTES, end - start))):
+            while start < end and (data := file.read(min(PART_BYTES, end - start))):
                 start += len(data)
                 self._sent[path] = start
                 yield log_dir, path.name, data

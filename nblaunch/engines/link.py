@@ -160,7 +160,7 @@ class Outbox:
 
 # ------------------------------------------------------------------ blobs
 PART_BYTES = 1 << 18
-"""Of a blob in one message. ZeroMQ takes a connection that brings no whole message for 4 s for dead."""
+"""Of a file in one message. ZeroMQ takes a connection that brings no whole message for 4 s for dead."""
 
 
 @dataclass(slots=True)
@@ -469,13 +469,11 @@ def _version_of(package: str) -> str:
 
 def difference(there: Versions, here: Versions) -> str:
     """Return how a node differs from the notebook, and what to do; empty if it does not."""
-    if there.nblaunch != here.nblaunch or there.protocol != here.protocol:
-        return f"has nblaunch {there.nblaunch}, and the notebook {here.nblaunch}: install the same on both"
-    for name in ("python", "torch", "cloudpickle"):
+    for name in ("nblaunch", "protocol", "python", "torch", "cloudpickle"):
         theirs, ours = getattr(there, name), getattr(here, name)
-        if theirs == ours:
-            continue
-        if name == "python":
-            return f"has Python {theirs}, and the notebook {ours}: start the agents with the notebook's Python"
-        return f"has {name} {theirs}, and the notebook {ours}: pip install {name}=={ours.partition('+')[0]} there"
+        if theirs != ours:
+            return (
+                f"has {name} {theirs}, and the notebook {ours}: install the same there, or let NBLAUNCH_PYTHON name a "
+                "Python there that has it"
+            )
     return ""

@@ -121,26 +121,20 @@ class NodeEngine:
             nodes = self._nodes = Nodes(address, self._starter.count, self._starter.proof)
             self._starter.start(nodes.link.boot)
             deadline = time.monotonic() + NODES_START_TIMEOUT_S
-            said = ""
-
-            def problem() -> str:
-                late = not self._starter.state() and time.monotonic() > deadline
-                return self._starter.problem() or (self._late(nodes) if late else "")
-
-            def poll() -> None:
-                nonlocal said, deadline
+            said, many = "", "1 node" if nodes.count == 1 else f"{nodes.count} nodes"
+            while True:
                 check()
-                state = self._starter.state()
-                if state:
+                if queued := self._starter.state():
                     deadline = time.monotonic() + NODES_START_TIMEOUT_S
-                else:
-                    many = "1 node" if nodes.count == 1 else f"{nodes.count} nodes"
-                    state = f"{self._starter.name}: starting agents on {many}"
+                state = queued or f"{self._starter.name}: starting agents on {many}"
                 if state != said:
                     said = state
                     show(state)
-
-            nodes.wait(problem, poll)
+                problem = self._starter.problem() or (self._late(nodes) if time.monotonic() > deadline else "")
+                if nodes.wait(timeouts.NODES_POLL_S):
+                    break
+                if problem:
+                    raise StartError(problem)
             check()
         except BaseException:  # an interrupt, too: a queued job must not come later
             self._release()

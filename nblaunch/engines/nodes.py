@@ -140,23 +140,14 @@ class Nodes:
         self.link = Link(address, self._join, self._take, self._lose, proof)
 
     # -------------------------------------------------------------- joining
-    def wait(self, problem_of: Callable[[], str], poll: Callable[[], None]) -> None:
-        """Wait until every agent has joined.
-
-        `problem_of` returns why no agent will join any more; empty: they may. `poll` is called meanwhile, and what it
-        raises ends the wait.
-        """
-        while True:
-            problem = problem_of()  # and `poll`: without the lock, for which the thread of the link must not wait
-            poll()
-            with self._changed:
-                if self._problems:
-                    raise StartError("; ".join(self._problems.values()))
-                if len(self._joined) == self.count:
-                    return
-                if problem:
-                    raise StartError(problem)
-                self._changed.wait(timeouts.NODES_POLL_S)
+    def wait(self, seconds: float) -> bool:
+        """Wait for an agent; return True if every one has joined. StartError: one was refused."""
+        with self._changed:
+            if len(self._joined) < self.count and not self._problems:
+                self._changed.wait(seconds)
+            if self._problems:
+                raise StartError("; ".join(self._problems.values()))
+            return len(self._joined) == self.count
 
     @property
     def joined(self) -> list[Node]:

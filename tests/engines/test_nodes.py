@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,16 @@ def test_nodes_without_numbers_are_in_the_order_of_their_names(names: list[str])
             joined = Joined(Machine(0, 1, "linux", {}, name=name))
             nodes._join(Peer(name.encode()), versions_here(), partial(lambda given: given, joined))
         assert [(node.index, node.machine.name) for node in nodes.joined] == [(0, "n1"), (1, "n2"), (2, "n10")]
+    finally:
+        nodes.close()
+
+
+def test_a_node_with_another_version_is_refused() -> None:
+    nodes = Nodes("127.0.0.1", 1)
+    try:
+        nodes._join(Peer(b"n1"), replace(versions_here(), torch="1.0", host="n1"), pytest.fail)
+        with pytest.raises(StartError, match=r"^n1 has torch 1\.0, and the notebook \d.*: install the same there"):
+            nodes.wait(0.0)
     finally:
         nodes.close()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.engines.agent import _PIECE_BYTES, AgentFiles, AgentFolder
-from nblaunch.engines.link import Message
+from nblaunch.engines.agent import AgentFiles, AgentFolder
+from nblaunch.engines.link import PART_BYTES, Message
 from nblaunch.wire import launch_files
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import Written
@@ -73,12 +73,12 @@ def test_lines_of_all_ranks_share_a_message(files: AgentFiles) -> None:
 
 def test_messages_stay_small(files: AgentFiles) -> None:
     directory = files.directory("/kernel")
-    written = {f"rank{rank}.out": bytes([rank]) * (_PIECE_BYTES * 3 // 4) for rank in range(4)}
-    written["rank4.out"] = bytes([4]) * (3 * _PIECE_BYTES + 1)
+    written = {f"rank{rank}.out": bytes([rank]) * (PART_BYTES * 3 // 4) for rank in range(4)}
+    written["rank4.out"] = bytes([4]) * (3 * PART_BYTES + 1)
     for name, data in written.items():
         (directory / name).write_bytes(data)
     messages = list(files.unsent(range(5)))
-    assert max(len(data[0]) for _, data in messages) <= _PIECE_BYTES
+    assert max(len(data[0]) for _, data in messages) <= PART_BYTES
     copies: dict[str, bytes] = {}
     for _, file, data in taken(messages):
         copies[file] = copies.get(file, b"") + data
