@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.output.metric_names import direction, number
+from nblaunch.launch.output.metric_names import direction
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
@@ -103,22 +103,6 @@ def test_a_loss_that_is_no_number_any_more_says_so_and_keeps_its_best() -> None:
     assert loss.best == 1.0
     ((lost,),) = summarise({"loss": {0: [(0, NAN), (1, INF)], 1: [(0, NAN), (1, INF)]}})
     assert (lost.latest, lost.best, lost.differs) == (INF, None, False)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.96716, "0.9672"),
-        (60000, "60,000"),
-        (1234.56, "1,234.6"),
-        (1e-5, "1e-05"),
-        (3.0, "3"),
-        (NAN, "nan"),
-        (-INF, "-inf"),
-    ],
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
 
 
 # ------------------------------------------------------------------ fewer points

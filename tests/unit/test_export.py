@@ -320,11 +320,9 @@ def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("engine", "sbatch", "notes"),
     [
-        ("auto", False, []),
         ("slurm -p gpu", True, []),
         ("slurm -p gpu", False, ["the command runs on this machine: engine='slurm' and its options need a job file"]),
         ("ssh a b", False, ["the script does not use engine='ssh': start torchrun on each node yourself"]),
-        ("ray", True, ["the script does not use engine='ray': start torchrun on each node yourself"]),
     ],
 )
 def test_notes_say_what_the_script_does_not_do(engine: str, sbatch: bool, notes: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,21 +180,6 @@ def test_last_lines_reads_the_end_alone(log: Path) -> None:
 
 
 # ------------------------------------------------------------------ files of a rank
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
-
-
-def test_a_log_holds_no_descriptor_and_is_readable_while_it_exists(log: Path) -> None:
-    before = open_descriptors()
-    file = LogFile(log)
-    assert (file.name, file.size(), file.read(0, 9)) == (str(log), 0, b"")
-    append(log, b"one\ntwo\n")
-    assert (file.size(), file.read(4, 7), file.read(4, 100)) == (8, b"two", b"two\n")
-    log.write_bytes(b"new")
-    assert (file.size(), file.read(0, 8)) == (3, b"new")
-    assert open_descriptors() == before
-    log.unlink()
-    assert (file.size(), file.read(0, 3)) == (0, b"")
 
 
 def test_a_log_is_no_link_to_a_file_elsewhere(log: Path, tmp_path: Path) -> None:

