@@ -48,6 +48,8 @@ class SshStarter(CommandStarter):
                 hosts += _hosts_in(rest.pop(0))
             elif word.startswith("-"):
                 self._options += [word, rest.pop(0)] if word in _VALUED else [word]
+            elif "," in word:
+                raise ArgumentError(f"{typed}: hosts are separated by spaces, as in engine='ssh gpu1 gpu2'")
             else:
                 hosts.append(word)
         if not hosts:

@@ -36,6 +36,7 @@ def _no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ssh --hostfile", None, "engine='ssh --hostfile': --hostfile needs a value"),
         ("ssh --hostfile /none", None, "engine='ssh --hostfile /none': No such file"),
         ("ssh gpu1 -p", None, "engine='ssh gpu1 -p': -p needs a value"),
+        ("ssh gpu1,gpu2", None, "engine='ssh gpu1,gpu2': hosts are separated by spaces, as in engine='ssh gpu1 gpu2'"),
         ("ssh a b", 3, "num_nodes=3, but engine='ssh …' names 2 hosts"),
     ],
 )
