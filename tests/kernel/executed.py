@@ -33,8 +33,8 @@ SMALLER = {
     "(load_by_spawn, num_processes=2": "(load_by_spawn, num_processes=1",
     "timeout=40": "timeout=4",
 }
-"""Layers that learn the digits as well in a fraction of the time (the quickstart is executed with its own ones), less
-and quicker training of the transformer, one spawned worker, and a shorter wait for a hang.
+"""Layers that learn the digits as well in a fraction of the time, less and quicker training of the
+transformer, one spawned worker, and a shorter wait for a hang.
 """
 
 
@@ -58,7 +58,7 @@ def execute(kernel: Kernel, name: str, folder: Path) -> Executed:
     for file in NOTEBOOKS.glob("*_or_digits.py"):
         shutil.copy(file, folder)
     kernel.run("%reset -f\nget_ipython().execution_count = 1").check()
-    cells = nbformat.reads(_smaller(name), as_version=4).cells
+    cells = nbformat.reads(smaller(name), as_version=4).cells
     executed = []
     for cell, after in zip(cells, [*cells[1:], nbformat.v4.new_markdown_cell()], strict=True):
         if cell.cell_type == "code":
@@ -72,7 +72,8 @@ def execute(kernel: Kernel, name: str, folder: Path) -> Executed:
     return Executed(executed)
 
 
-def _smaller(name: str) -> str:
+def smaller(name: str) -> str:
+    """Return the text of a notebook with less to compute."""
     text = (NOTEBOOKS / f"{name}.ipynb").read_text()
     for given, smaller in SMALLER.items():
         text = text.replace(given, smaller)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import eventually, leaving_nothing
-from tests.kernel.harness import Cell, Kernel, running_kernel
+from tests.kernel.harness import Cell, Kernel
 
 STOPS = """
 import torch, time, sys
@@ -54,11 +53,6 @@ def test_one_rank_stops_and_the_others_wait(kernel: Kernel) -> None:
     assert "tensor([1., 1.])\n" in said
     assert "worker.py" not in said
     assert said.endswith("[[1.0, 1.0], [1.0, 1.0]]\n")
-
-
-def test_values_can_be_changed(kernel: Kernel) -> None:
-    cell = kernel.debug(STOPS + RUN, "!x += 4", "c").check()
-    assert "[[5.0, 5.0], [5.0, 5.0]]" in plain(cell)
 
 
 def test_assignments_survive_what_reads_the_names(kernel: Kernel) -> None:
@@ -250,10 +244,11 @@ def test_the_end_of_the_input_quits(kernel: Kernel) -> None:
     assert kernel.debug(BOTH, "\x04").error.startswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("call", ["import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"])
-def test_pdbs_own_call_stops_too(kernel: Kernel, call: str) -> None:
-    cell = kernel.debug(f"%%distributed -n 1 -o _\nv = 5\n{call}\nw = 6", "p v + 1", "c").check()
+def test_pdbs_own_call_stops_too(kernel: Kernel) -> None:
+    calls = "import pdb; pdb.set_trace()\nv = 6\nfrom pdb import set_trace; set_trace()\nw = 6"
+    cell = kernel.debug(f"%%distributed -n 1 -o _\nv = 5\n{calls}", "p v + 1", "c", "p v + 2", "c").check()
     assert "\n6\n" in plain(cell)
+    assert "\n8\n" in plain(cell)
 
 
 def test_an_imported_module_can_stop(kernel: Kernel, folder: Path) -> None:
@@ -263,12 +258,6 @@ def test_an_imported_module_can_stop(kernel: Kernel, folder: Path) -> None:
     assert "stops_here.py, line 4" in plain(cell)
     assert "\n42\n" in plain(cell)
     assert "stops_here.f(21)" in plain(cell)
-
-
-def test_a_thread_can_stop(kernel: Kernel) -> None:
-    kernel.run("from threading import Thread").check()
-    body = "def f():\n    v = 7\n    breakpoint()\n    w = 1\nthread = Thread(target=f)\nthread.start()\nthread.join()"
-    assert "\n70\n" in plain(kernel.debug(f"%%distributed -n 1 -o _\n{body}", "p v * 10", "c").check())
 
 
 def test_a_child_process_of_a_rank_goes_on(kernel: Kernel) -> None:
@@ -284,22 +273,7 @@ list(torch.utils.data.DataLoader(Data(), num_workers=1))"""
     assert "this is a child process of the rank, so the rank goes on" in cell.text
 
 
-def test_the_rank_goes_on_after_the_users_own_breakpoints(kernel: Kernel) -> None:
-    body = "def f(n):\n    a = n\n    b = a + 1\n    return b\nbreakpoint()\nf(1)\nf(2)"
-    cell = kernel.debug(f"%%distributed -n 1 -o _\n{body}", "b f", "c", "c", "p n", "cl 1", "c").check()
-    assert cell.prompts == ["(rank 0 of 1) "] * 6
-    assert "\n2\n" in plain(cell)
-
-
 # ------------------------------------------------------------------ time, stops and deaths
-def test_a_timeout_waits_while_the_debugger_is_open(kernel: Kernel) -> None:
-    request = kernel.start_cell(f"{STOPS}print(list(notebook_launcher(train, num_processes=2, timeout=2)))")
-    kernel.wait_for_prompt()
-    time.sleep(2.5)  # longer than the timeout
-    kernel.client.input("c")
-    assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.finish_cell(request).check().text
-
-
 def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
     request = kernel.start_cell(STOPS + RUN)
     kernel.wait_for_prompt()
@@ -319,10 +293,9 @@ def test_a_death_ends_the_debugging(kernel: Kernel, folder: Path, victim: str) -
     assert "RankDiedError" in kernel.finish_cell(request).error
 
 
-@pytest.mark.parametrize("pid", ["os.getppid()", "psutil.Process(os.getppid()).ppid()"], ids=["reaper", "fork server"])
-def test_the_death_of_the_ranks_parents_ends_the_debugging(kernel: Kernel, folder: Path, pid: str) -> None:
-    kernel.run("import os, psutil").check()
-    body = f"(folder / 'pid').write_text(str({pid}))\n    breakpoint()\n    rank"
+def test_the_death_of_the_reaper_ends_the_debugging(kernel: Kernel, folder: Path) -> None:
+    kernel.run("import os").check()
+    body = "(folder / 'pid').write_text(str(os.getppid()))\n    breakpoint()\n    rank"
     request = kernel.start_cell(f"%%distributed -n 2\nif rank:\n    {body}")
     kernel.wait_for_prompt()
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
@@ -340,15 +313,6 @@ def test_a_stop_from_elsewhere_ends_the_debugging(kernel: Kernel) -> None:
     kernel.finish_cell(request, until=GONE)
     kernel.client.input("")
     assert kernel.finish_cell(request).error.startswith("LaunchStoppedError")
-
-
-def test_nothing_is_left_when_the_kernel_is_killed() -> None:
-    with leaving_nothing(), running_kernel(CUDA_VISIBLE_DEVICES="") as kernel:
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.start_cell(f"{STOPS}notebook_launcher(train, num_processes=2)")
-        kernel.wait_for_prompt()
-        os.kill(kernel.pid, signal.SIGKILL)
-        eventually(lambda: not kernel.manager.is_alive())
 
 
 # ------------------------------------------------------------------ after an exception

@@ -33,9 +33,7 @@ def test_the_option_may_be_given_several_times(kernel: Kernel) -> None:
     "option",
     [
         r'--metric "Accuracy: (?P<accuracy>[\d.]+)"',
-        r"--metric='Accuracy: (?P<accuracy>[\d.]+)'",
         r"--metric Accuracy:\s(?P<accuracy>[\d.]+)",
-        r"--metric Accuracy:\ (?P<accuracy>[\d.]+)",
         r"--metric 'Accuracy: '(?P<accuracy>[\d.]+)",
         r"--met 'Accuracy: (?P<accuracy>[\d.]+)'",
         r"--metric 'Accuracy: (?P<accuracy>\d{2}\.\d{1,3})$'",

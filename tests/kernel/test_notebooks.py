@@ -1,4 +1,4 @@
-"""The notebooks, executed from the first cell to the last on real data; all are kept clean."""
+"""The notebooks and the training README, executed from the first cell to the last on real data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from nblaunch import training
 from tests.kernel.executed import NOTEBOOKS, execute
 from tests.kernel.harness import Kernel, running_kernel
+from tests.kernel.test_readme import README, blocks
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,16 @@ def test_peers(kernel: Kernel, folder: Path) -> None:
     ):
         assert re.search(f"^{line}$", notebook.printed, flags=re.MULTILINE)
     assert notebook.accuracy >= 0.7
+
+
+def test_every_python_block_of_the_training_readme_runs(kernel: Kernel) -> None:
+    cells = blocks("python", README.parent / "nblaunch/training/README.md")
+    examples = "\n".join(cells)
+    assert [name for name in training.__all__ if not re.search(rf"\b{name}\b", examples)] == []
+    kernel.run("%reset -f").check()
+    for cell in cells:
+        kernel.run(cell).check()
+    kernel.run("import shutil; shutil.rmtree(folder)").check()
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

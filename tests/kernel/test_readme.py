@@ -1,13 +1,13 @@
-"""The README's code runs, from top to bottom, in one kernel; what needs Slurm, in tests/engines."""
+"""The README's code runs, from top to bottom, in one kernel; what needs Slurm, in tests/engines.
+
+The training README is in test_notebooks.py.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
-from nblaunch import training
 from tests.kernel.harness import running_kernel
 
 README = Path(__file__).parents[2] / "README.md"
@@ -15,17 +15,6 @@ README = Path(__file__).parents[2] / "README.md"
 
 def blocks(language: str, readme: Path = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.timeout(240)  # a kernel, three launches and torchmetrics
-def test_every_python_block_of_the_training_readme_runs() -> None:
-    cells = blocks("python", README.parent / "nblaunch/training/README.md")
-    examples = "\n".join(cells)
-    assert [name for name in training.__all__ if not re.search(rf"\b{name}\b", examples)] == []
-    with running_kernel(NBLAUNCH_PRELOAD="") as kernel:  # the ranks train
-        for cell in cells:
-            kernel.run(cell).check()
-        kernel.run("import shutil; shutil.rmtree(folder)").check()
 
 
 def test_every_python_block_of_the_readme_runs() -> None:

@@ -72,10 +72,9 @@ def _states(kernel: Kernel) -> dict[str, Any]:
     "wait",
     [
         BLOCKS,
-        BLOCKS.replace(")", ", block=False).result()"),
         BLOCKS.replace(")", ", block=False).wait(300)"),
     ],
-    ids=["blocks", "result", "wait"],
+    ids=["blocks", "wait"],
 )
 def test_a_new_page_gets_the_panel_and_can_stop_the_launch(page: Page, newcomer: Page, wait: str) -> None:
     request = _start(page, newcomer, wait)
