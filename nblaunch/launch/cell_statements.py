@@ -70,7 +70,9 @@ class Statement:
         if not self.is_definition:
             return not self.binds & self.reads  # such as `f = compiled(f)`, which is half of the definition
         members = vars(value).values() if isinstance(value, type) else [value]
-        functions = [each for each in map(inspect.unwrap, filter(callable, members)) if _is_of_main(each)]
+        unwrapped = map(inspect.unwrap, filter(callable, members))
+        found = [each for each in unwrapped if isinstance(each, types.FunctionType)]
+        functions = [each for each in found if each.__module__ == "__main__"]
         is_decorated = bool(self.node.decorator_list)  # type: ignore[attr-defined]  # it is a definition
         return is_decorated or not functions or any(map(self._has, functions))
 
@@ -88,10 +90,6 @@ class Statement:
                 lines = typed if len(typed) == len(python) else python
                 return f"{self.cell.label}, line {node.lineno}: `{lines[node.lineno - 1].strip()}`"
         return ""
-
-
-def _is_of_main(thing: Any) -> bool:
-    return isinstance(thing, types.FunctionType) and thing.__module__ == "__main__"
 
 
 def statements_of(cells: Sequence[CellSource]) -> list[Statement]:

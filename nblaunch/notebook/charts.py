@@ -259,7 +259,10 @@ def line_chart(
     for line in lines:
         dashes = f' stroke-dasharray="{line.stroke.dashes}"' if line.stroke.dashes else ""
         parts.append(_line(downsampled(line.points, most_points), scale, line.stroke.colour, 2.0, dashes))
-    parts += [_ring(point, scale, colour) for point, colour in marks if scale.x[0] <= point[0] <= scale.x[1]]
+    for (x, y), colour in marks:
+        if scale.x[0] <= x <= scale.x[1]:
+            at = f'cx="{scale.across(x):.1f}" cy="{scale.down(y):.1f}"'
+            parts.append(f'<circle {at} r="4.5" stroke="{colour}" stroke-width="2"/>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return (
         f'{head} role="img" font-family="sans-serif" font-size="10" fill="none" stroke-linejoin="round"'
@@ -299,11 +302,6 @@ def _line(points: Sequence[Point], scale: _Scale, colour: str, width: float, mor
         through = stroke if len(stroke) > 1 else [*stroke, *stroke]  # becomes a dot, because line caps are round
         path += "M" + "L".join(f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in through)
     return f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
-
-
-def _ring(point: Point, scale: _Scale, colour: str) -> str:
-    x, y = scale.across(point[0]), scale.down(point[1])
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" stroke="{colour}" stroke-width="2"/>'
 
 
 def stroke_beside(name: str) -> Stroke:

@@ -197,11 +197,6 @@ def _terminal_lines(lines: Iterable[str]) -> Iterator[str]:
         yield from LineAssembler().feed(data + b"\n")
 
 
-def _without_middle(lines: Sequence[str], first: int, last: int) -> Sequence[str]:
-    left_out = len(lines) - first - last
-    return lines if left_out <= 0 else [*lines[:first], f"… {left_out} lines omitted …", *lines[-last:]]
-
-
 # ------------------------------------------------------------------ HTML
 def as_html(record: Record) -> str:
     """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
@@ -438,7 +433,10 @@ _FONTS = {1: "font-weight:bold", 2: DIM, 3: "font-style:italic", 4: "text-decora
 def _block(lines: Sequence[str], size: int) -> str:
     """Return lines as at most `size` bytes of HTML; omit lines in the middle."""
     excerpt = Excerpt(size // 4, size * 3 // 4)
-    for line in _terminal_lines(_without_middle(lines, _MAX_FIRST_LINES, _MAX_LAST_LINES)):
+    left_out = len(lines) - _MAX_FIRST_LINES - _MAX_LAST_LINES
+    if left_out > 0:
+        lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines omitted …", *lines[-_MAX_LAST_LINES:]]
+    for line in _terminal_lines(lines):
         excerpt.add(_coloured(line, 300))
     return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
 

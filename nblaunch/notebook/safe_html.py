@@ -7,7 +7,6 @@ events, so that a parser's mistake cannot let markup through. No scripts, no eve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from html import escape
 from html.parser import HTMLParser
 
@@ -149,14 +148,12 @@ class _Sanitiser(HTMLParser):
 
 
 def _safe_style(style: str) -> str:
-    declarations = (part.partition(":") for part in style.split(";"))
-    return ";".join(_safe_declarations((name.strip().lower(), value.strip()) for name, _, value in declarations))
-
-
-def _safe_declarations(declarations: Iterable[tuple[str, str]]) -> Iterable[str]:
-    for name, value in declarations:
+    safe = []
+    for name, _, value in (part.partition(":") for part in style.split(";")):
+        name, value = name.strip().lower(), value.strip()
         is_known = _STYLES.fullmatch(name) and _VALUE.fullmatch(value)
         functions = {function.lower() for function in _FUNCTION.findall(value)}
         overlaps = name.startswith(("margin", "text-indent", "letter")) and "-" in value  # negative: over other parts
         if is_known and functions <= _FUNCTIONS and not overlaps:
-            yield f"{name}:{value}"
+            safe.append(f"{name}:{value}")
+    return ";".join(safe)
