@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 from nblaunch.engines import current
@@ -59,8 +60,7 @@ class _Wait:
         self._lock = threading.Lock()
         """Guards what is shown: nothing follows the end."""
         self._shown = ""
-        self._machines: Sequence[Machine] = ()
-        self._error: BaseException | None = None
+        self._found: Future[Sequence[Machine]] = Future()
 
     def run(self) -> Sequence[Machine]:
         try:
@@ -76,17 +76,16 @@ class _Wait:
                 if self._shown:
                     self._view.on(Preparing(""))
                 self._is_cancelled.set()
-        if isinstance(self._error, GivenUpError):
-            raise LaunchStoppedError("cancelled while waiting for nodes")
-        if self._error is not None:
-            raise self._error
-        return self._machines
+        try:
+            return self._found.result()
+        except GivenUpError:
+            raise LaunchStoppedError("cancelled while waiting for nodes") from None
 
     def _start(self) -> None:
         try:
-            self._machines = self._engine.machines(self._show, self._is_cancelled.is_set)
+            self._found.set_result(self._engine.machines(self._show, self._is_cancelled.is_set))
         except BaseException as error:  # noqa: BLE001  # `run` raises it
-            self._error = error
+            self._found.set_exception(error)
             if self._is_cancelled.is_set() and not isinstance(error, GivenUpError):
                 _log.warning("nblaunch: after the wait for nodes was cancelled: %s", error)
         finally:

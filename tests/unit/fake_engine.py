@@ -99,11 +99,6 @@ class FakeWorker:
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
     on_interrupt: Callable[[], None] = lambda: None
-    told: list[ToDebugger] = field(default_factory=list)
-    """For its debugger."""
-    freed: int = 0
-    """How often it was freed from a collective."""
-    on_free: Callable[[], None] = lambda: None
     has_exited: bool = False
 
     # -------------------------------------------------------------- what the rank does
@@ -146,11 +141,10 @@ class FakeWorker:
         self.on_interrupt()
 
     def free(self, task: int) -> None:
-        self.freed += 1
-        self.on_free()
+        """It waits in no collective."""
 
     def tell(self, message: ToDebugger) -> None:
-        self.told.append(message)
+        """No debugger is open in it."""
 
     def signal(self, signum: int, group: bool = False) -> None:
         self.signals.append(signum)
@@ -180,7 +174,7 @@ class FakeWorkers:
         self.heard_at = 0.0
         self.tasks: list[Task] = []
         self.samplers: list[FakeSampler] = []
-        self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
+        self.is_abandoned = self.is_closed = False
         self.hint: str | None = "waiting"
 
     notes = ()
@@ -219,7 +213,7 @@ class FakeWorkers:
             worker.task = task.task
 
     def dismiss(self) -> None:
-        self.is_dismissed = True
+        """The test says when ranks exit."""
 
     def wait(self, seconds: float) -> Iterable[Event]:
         while self.events:
@@ -236,7 +230,6 @@ class FakeWorkers:
         return self.hint
 
     def forsake(self) -> bool:
-        self.is_forsaken = True
         return True
 
     def abandon(self) -> None:
