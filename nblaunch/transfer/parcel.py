@@ -32,6 +32,11 @@ from nblaunch.wire.channel import write_blob
 
 _MIN_VIEWED_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more is not copied on its way into the blob."""
+_MAX_SMALL_BYTES = 1 << 20
+"""Once a pickle holds as much in buffers below `MIN_BUFFER_BYTES`, further ones leave it: of a list of many, each
+receiver would have its own copy."""
+_MIN_OF_MANY_BYTES = 512
+"""The smallest of those; what a receiver needs to find one takes 200 bytes."""
 _BUDGET_SHARE = 10
 """The cache may take 1/10 of the memory that would be free without it."""
 _MIN_CACHED_BYTES = 64 << 10
@@ -82,7 +87,7 @@ class Outgoing(BufferSink):
         self._storages: list[Any] = []
         self._counted: list[Region] = []
         self._uncounted: list[Region] = []
-        self._uncounted_bytes = 0
+        self._small_bytes = self._uncounted_bytes = 0
 
     # -------------------------------------------------------------- called by the pickler
     def write(self, data: Any, /) -> None:
@@ -97,6 +102,7 @@ class Outgoing(BufferSink):
             return False
         region = region_of(raw)
         if self._is_small(region, raw.obj):
+            self._small_bytes += region.size
             return True
         self._owners.append(buffer)
         self.buffers.append(region)
@@ -105,7 +111,7 @@ class Outgoing(BufferSink):
 
     def _is_small(self, region: Region, owner: object) -> bool:
         """Return True for memory that stays in the pickle. Parts of a large whole do not: others may overlap them."""
-        if region.size >= MIN_BUFFER_BYTES:
+        if region.size >= (MIN_BUFFER_BYTES if self._small_bytes < _MAX_SMALL_BYTES else _MIN_OF_MANY_BYTES):
             return False
         storage = self._storages[-1] if self._storages else None
         last = Region(0, 0) if storage is None else Region(storage.data_ptr(), storage.nbytes())

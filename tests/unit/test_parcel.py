@@ -223,6 +223,25 @@ class Tokens(np.memmap[Any, Any]):
     """A user's own kind of map."""
 
 
+@pytest.mark.parametrize("make", [lambda i: np.full(1000, i, np.uint8), lambda i: torch.full((250,), float(i))])
+def test_many_small_arrays_are_in_memory_once(make: Callable[[int], Any]) -> None:
+    arrays = [make(i % 250) for i in range(8_000)]
+    outgoing = packed(arrays)
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    in_pickle, *beside = (os.fstat(fd).st_size for fd in outgoing.fds)
+    outgoing.close()
+    assert in_pickle <= 3 << 20  # the first, and where the others are
+    assert 6_000_000 <= sum(beside) <= 8_500_000
+    assert len(beside) <= 3
+    for here, there in zip(arrays, arrived, strict=True):
+        assert type(here) is type(there)
+        assert (here == there).all()
+        there[0] = 7  # each is writable, and has memory of its own
+    if isinstance(arrived[0], torch.Tensor):
+        assert {each.untyped_storage().nbytes() for each in arrived} == {1000}
+        arrived[0].resize_(300)  # as before: few small ones are torch's own
+
+
 def test_views_of_a_mapped_file_are_views_of_it_there_too(tmp_path: Path) -> None:
     np.arange(LARGE + 1000).tofile(tmp_path / "data")
     array = np.memmap(tmp_path / "data", np.int64, "r+", offset=8000)
