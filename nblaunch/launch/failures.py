@@ -173,8 +173,8 @@ def unsent_name(failed: Failed, sources: Mapping[str, Source]) -> str:
 def unsent_attribute(failed: Failed, cells: Sequence[CellSource], namespace: Mapping[str, Any]) -> str:
     """Return a note if an error names what a cell has set on a module or class, and what cannot be sent."""
     words = set(re.findall(r"\w+", failed.text[:_MAX_DETAILS]))
-    set_in_ranks = cell_effects.attributes_set_in([cell.python for cell in cells], namespace).items()
-    words -= {name for (_, _, name), value in set_in_ranks if value is not cell_effects.AS_IMPORTED}
+    set_in_ranks = cell_effects.attributes_set_in([cell.python for cell in cells], namespace)
+    words -= {name for _, _, name in set_in_ranks}
     for cell in reversed(cells):
         for path in cell_effects.effects_of(cell.python).attributes:
             owner, *_, name = path.split(".")

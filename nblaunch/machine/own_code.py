@@ -76,8 +76,6 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 # ------------------------------------------------------------------ modules that other machines may lack
-MAX_FILES = 2000
-"""Of one package; of a larger one only the modules that are imported."""
 _digests: dict[str, tuple[tuple[int, int], bytes]] = {}
 """By path: the size and time of the last change, and the digest then."""
 
@@ -134,19 +132,6 @@ def _paths_of(package: str) -> Iterator[tuple[str, str]]:
     root = os.path.dirname(folder)
     if is_installed(root):
         return
-    paths = _python_files(folder)
-    if len(paths) > MAX_FILES:
-        members = [m for name, m in sys.modules.copy().items() if name.startswith(f"{package}.")]
-        paths = [file, *(path for m in members if isinstance(path := getattr(m, "__file__", None), str))]
-    for path in paths:
-        yield os.path.abspath(path), root
-
-
-def _python_files(folder: str) -> list[str]:
-    found: list[str] = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__", "node_modules")))
-        found += (os.path.join(place, name) for name in sorted(names) if name.endswith(".py"))
-        if len(found) > MAX_FILES:
-            break
-    return found
+        yield from ((os.path.join(place, name), root) for name in sorted(names) if name.endswith(".py"))

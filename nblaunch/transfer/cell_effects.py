@@ -32,11 +32,9 @@ Attribute = tuple[str, str, str]
 
 _PROCESS_OWN = {("os", "", "environ"), ("sys", "", "stdin"), ("sys", "", "stdout"), ("sys", "", "stderr")}
 """Each rank has its own. ``os.environ |= ...`` assigns to the first; a rank gets such variables by other means."""
-AS_IMPORTED: Any = ...
-"""Stands for an attribute that is again what the module's import made of it."""
+_ABSENT: Any = ...
 _last: dict[Attribute, bytes] = {}
-_imported: dict[Attribute, Any] = {}
-"""What the import had made of attributes that were set in this rank; `AS_IMPORTED`: nothing."""
+"""Digests of what this rank has set."""
 
 
 def imported_in(cells: Iterable[str]) -> dict[str, bool]:
@@ -59,8 +57,9 @@ def attributes_set_in(cells: Iterable[str], namespace: Mapping[str, Any]) -> dic
             continue
         value = _own(owner, name)
         own_name = ".".join(filter(None, (place[1], name)))
-        if (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) == (place[0], own_name):
-            value = value if definitions.is_of_main(value) else AS_IMPORTED  # by name a rank would find what it has set
+        is_imports = (getattr(value, "__module__", None), getattr(value, "__qualname__", None)) == (place[0], own_name)
+        if value is _ABSENT or (is_imports and not definitions.is_of_main(value)):
+            continue  # a cell has taken it back
         if pickling.explain(value, name) is None:
             found[(*place, name)] = value
     return found
@@ -88,32 +87,25 @@ def set_here(attributes: Mapping[Attribute, Any], *, is_kept: bool) -> None:
 
     Its module is imported, however long that takes: who imports it later would find it unchanged.
     A kept rank gets all with each task, and sets those that differ from the last ones: a cell may have set the others.
+    What the notebook takes back stays set in a kept rank.
     """
     for place, value in attributes.items():
         module, owner, name = place
-        digest = b""
-        if is_kept and value is not AS_IMPORTED:
-            digest = hashlib.sha256(pickling.dump(value)).digest()
-        if (value is AS_IMPORTED or is_kept) and _last.get(place, b"") == digest:
+        digest = hashlib.sha256(pickling.dump(value)).digest() if is_kept else b""
+        if is_kept and _last.get(place) == digest:
             continue
         with _reporting(f"set {'.'.join(filter(None, place))}"):
             importlib.import_module(module)
-            holder = definitions.look_up(module, owner)
-            _imported.setdefault(place, _own(holder, name))
-            value = _imported[place] if value is AS_IMPORTED else value
-            if value is AS_IMPORTED:
-                delattr(holder, name)
-            else:
-                setattr(holder, name, value)
+            setattr(definitions.look_up(module, owner), name, value)
             _last[place] = digest
 
 
 def _own(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
-        return vars(owner).get(name, AS_IMPORTED)  # a staticmethod as such
+        return vars(owner).get(name, _ABSENT)  # a staticmethod as such
     with contextlib.suppress(Exception):  # of a module's __getattr__: transformers' raises what an import would
         return getattr(owner, name)  # some modules keep options elsewhere, such as torch._dynamo.config
-    return AS_IMPORTED
+    return _ABSENT
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ _MAX_EXPLAINED_DEPTH = 6
 _IN_CLASS_BODIES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _GLOBAL_LOOKUPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", *_IN_CLASS_BODIES}
 """Instructions that look a name up in globals; in a class body, after the body's own names."""
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 class UnsendableError(Exception):
@@ -318,11 +317,9 @@ def names_in_class_bodies(code: types.CodeType) -> frozenset[str]:
 
 
 def _lookups(code: types.CodeType, instructions: Collection[str]) -> Iterator[str]:
-    own: set[str] = set()  # names that a class body has bound by then on every path
-    is_straight = not getattr(code, "co_exceptiontable", b"")
+    own: set[str] = set()  # names that a class body has bound by then
     for step in dis.get_instructions(code):
-        is_straight = is_straight and step.opcode not in _JUMPS
-        if step.opname == "STORE_NAME" and is_straight:
+        if step.opname == "STORE_NAME":
             own.add(step.argval)
         elif step.opname in instructions and not (step.opname in _IN_CLASS_BODIES and step.argval in own):
             yield step.argval

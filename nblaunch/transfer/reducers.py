@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import io
 import os
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context, reduction
@@ -58,37 +56,21 @@ def wrapped_by(obj: Any) -> list[Any] | None:
     """Return the functions that a callable of a row is made of, such as a compiled one's original; else None."""
     if isinstance(obj, CACHED):
         return [obj.__wrapped__] if definitions.is_sent_by_value(obj) else []
-    if isinstance(obj, types.FunctionType) and definitions.is_sent_by_value(obj):
-        if obj.__code__ is _DISPATCHER:
-            return list(obj.registry.values())  # type: ignore[attr-defined]  # singledispatch's
-        return None if _compiler_of(obj) is None else [obj._torchdynamo_orig_callable]  # type: ignore[attr-defined]
+    if isinstance(obj, types.FunctionType) and definitions.is_sent_by_value(obj) and _compiler_of(obj) is not None:
+        return [obj._torchdynamo_orig_callable]  # type: ignore[attr-defined]
     return None
 
 
 # ------------------------------------------------------------------ functions
 def _reduce_function(function: Any, sink: BufferSink | None) -> Reduced | None:
-    """Reduce a cell's function that a decorator of the standard library or torch has made."""
-    if function.__code__ is _DISPATCHER:
-        if definitions.is_sent_by_value(function):
-            registry = dict(function.registry)
-            return _dispatcher, (), registry, None, None, _set_dispatched
-    elif (compiler := _compiler_of(function)) is not None and definitions.is_sent_by_value(function):
-        return compiler, (function._torchdynamo_orig_callable,)
-    return None
-
-
-def _dispatcher() -> Any:
-    return functools.singledispatch(_unset)
-
-
-def _unset(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError
-
-
-def _set_dispatched(dispatcher: Any, registry: Mapping[type, Any]) -> None:
-    for kind, function in registry.items():
-        dispatcher.register(kind, function)
-    functools.update_wrapper(dispatcher, registry[object])
+    """Reduce a cell's function that `torch.compile` has made."""
+    compiler = _compiler_of(function)
+    if function.__code__ is _DISPATCHER and definitions.is_sent_by_value(function):
+        advice = "define it inside the function, or in a module"
+        raise RefusedError(function, "made by functools.singledispatch in the notebook", advice)
+    if compiler is None or not definitions.is_sent_by_value(function):
+        return None
+    return compiler, (function._torchdynamo_orig_callable,)
 
 
 def _compiler_of(function: Any) -> Any:
@@ -199,21 +181,6 @@ def _parametrized(original: Any, names: tuple[str, ...]) -> Any:
     for name in names:
         parametrize._inject_property(module, name)
     return module
-
-
-def _reduce_script(script: Any, sink: BufferSink | None) -> Reduced:
-    on_gpu = any(each.is_cuda for each in getattr(script, "state_dict", dict)().values())
-    return _script, (script.save_to_buffer(), on_gpu)
-
-
-def _script(data: bytes, on_gpu: bool) -> Any:
-    import torch
-
-    is_here = on_gpu and RANK in os.environ and torch.cuda.is_available()
-    where = torch.device("cuda", torch.cuda.current_device()) if is_here else torch.device("cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch has told the user already
-        return torch.jit.load(io.BytesIO(data), map_location=where if on_gpu else None)
 
 
 def _in_ops(name: str) -> Any:
@@ -348,6 +315,9 @@ _NOT_FOR_CHILDREN = ("multiprocessing.", "_ctypes.", "accelerate.", "transformer
 _refuse_for_one_process = _refusal(
     "which knows the notebook's one process, and would take each rank for rank 0 of 1", "create it inside the function"
 )
+_refuse_script = _refusal(
+    "a script of torch.jit", "write it to a file by torch.jit.save, and load it inside the function"
+)
 _ROWS: dict[str, Row] = {
     "builtins.function": _reduce_function,
     "builtins.method": _reduce_method,
@@ -357,8 +327,8 @@ _ROWS: dict[str, Row] = {
     "weakref.WeakKeyDictionary": lambda mapping, sink: (type(mapping), (), None, None, iter(list(mapping.items()))),
     "weakref.WeakValueDictionary": lambda mapping, sink: (type(mapping), (), None, None, iter(list(mapping.items()))),
     "_weakrefset.WeakSet": lambda members, sink: (type(members), (list(members),)),
-    "torch.jit._script.ScriptModule": _reduce_script,
-    "torch.jit.torch.jit.ScriptFunction": _reduce_script,
+    "torch.jit._script.ScriptModule": _refuse_script,
+    "torch.jit.torch.jit.ScriptFunction": _refuse_script,
     "torch.export.exported_program.ExportedProgram": _refusal(
         "an exported program", "write it to a file by torch.export.save, and load it inside the function"
     ),

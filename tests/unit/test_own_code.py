@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch.machine import own_code
 from nblaunch.machine.own_code import (
     PACKAGE,
     RANK_THREADS,
@@ -108,12 +107,3 @@ def test_a_digest_follows_the_file(tmp_path: Path) -> None:
     assert first == digest_of(str(file)) != b""
     file.write_text("A = 22")
     assert digest_of(str(file)) != first
-
-
-def test_of_a_large_package_only_the_imported_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_code, "MAX_FILES", 3)
-    importlib.import_module("owned")
-    importlib.import_module("owned.inner")
-    assert files_of("owned").keys() == {"owned/__init__.py", "owned/inner/__init__.py"}
-    for name in ("owned.inner", "owned"):
-        del sys.modules[name]

@@ -253,21 +253,6 @@ def test_functions_and_properties_with_a_cache_are_sent(notebook: Notebook) -> N
     assert arrived(payload).function() == (7, 4, [3], True, (0, 3, 3))
 
 
-@pytest.mark.parametrize(
-    "binding",
-    [
-        "        if flag: size = 5\n",
-        "        try: from os import no_such as size\n        except ImportError: pass\n",
-        "        for size in (): pass\n",
-    ],
-)
-def test_a_name_that_a_class_may_not_bind_is_the_notebooks(binding: str, notebook: Notebook) -> None:
-    names = notebook.run(
-        f"size, flag = 3, False\ndef train():\n    class Net:\n{binding}        width = size\n    return Net.width"
-    )
-    assert arrived(for_function(names["train"], (), None)).function() == 3
-
-
 # ------------------------------------------------------------------ sources
 def test_the_cells_of_shipped_functions_are_sent_with_their_labels(notebook: Notebook) -> None:
     notebook.run("def helper():\n    raise ValueError\n")

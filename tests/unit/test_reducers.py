@@ -51,23 +51,13 @@ class Owner:
 
 
 # ------------------------------------------------------------------ functools
-def test_single_dispatch_of_a_cell_keeps_its_registry(notebook: Notebook) -> None:
-    names = notebook.run(
-        "import functools\nclass Own: pass\n"
-        "@functools.singledispatch\ndef f(x):\n    'Says what it is.'\n    return 'other'\n"
-        "@f.register\ndef _(x: Own): return 'own'\n"
-        "@f.register(list)\ndef _(x): return [f(each) for each in x]\n"
-        "class With:\n    @functools.singledispatchmethod\n    def m(self, x): return 'other'\n"
-        "    @m.register\n    def _(self, x: int): return 'int'\n"
-        "def main(): return f([Own(), 1]), With().m(1), With().m(''), f.__name__, f.__doc__\n"
-    )
-    main = sent(names["main"])
-    assert main() == (["own", "other"], "int", "other", "f", "Says what it is.")
-
-
-def test_a_librarys_single_dispatch_is_imported() -> None:
+def test_single_dispatch_of_a_cell_is_refused_and_a_librarys_imported(notebook: Notebook) -> None:
     import pkgutil
 
+    names = notebook.run(
+        "import functools\n@functools.singledispatch\ndef f(x): return 'other'\ndef main(): return f(1)"
+    )
+    assert "`f`, made by functools.singledispatch in the notebook: define it inside" in reason(names["main"])
     assert sent(pkgutil.iter_importer_modules) is pkgutil.iter_importer_modules  # type: ignore[attr-defined]
 
 
@@ -143,14 +133,10 @@ def test_a_parametrized_class_of_a_cell_keeps_its_own_state(notebook: Notebook) 
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace.*is deprecated:FutureWarning")
-def test_scripts_arrive_and_exported_programs_are_refused() -> None:
-    double, layer, x = (lambda x: x * 2), nn.Linear(2, 1).eval(), torch.ones(1, 2)
-    layer.bias.requires_grad_(False)
-    traced_function, traced = torch.jit.trace(double, x), torch.jit.trace(layer, x)
-    came = sent((traced_function, nn.Sequential(traced)))
-    assert torch.equal(came[0](x), x * 2)
-    assert torch.equal(came[1](x), layer(x))
-    assert [each.requires_grad for each in came[1].parameters()] == [True, False]
+def test_scripts_and_exported_programs_are_refused_with_advice() -> None:
+    layer, x = nn.Linear(2, 1).eval(), torch.ones(1, 2)
+    for script in (torch.jit.trace(lambda x: x * 2, x), nn.Sequential(torch.jit.trace(layer, x))):
+        assert "by torch.jit.save, and load it inside the function" in reason(script)
     assert "by torch.export.save, and load it inside the function" in reason(torch.export.export(layer, (x,)))
 
 
