@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 _RECORD = "named_resources"
 """The file in the scratch directory of a launch: a line for each block or semaphore that a rank has created."""
-_MEMORY, _SEMAPHORE = "shared_memory", "semaphore"  # multiprocessing's words
 
 
 def tracker() -> int:
@@ -35,8 +34,6 @@ def use_tracker(fd: int) -> None:
 
 def record_created(folder: str) -> None:
     """Record in the scratch directory of a launch what this rank creates from now on, and its forked children."""
-    from multiprocessing.shared_memory import SharedMemory
-
     kind: Any = SharedMemory
     module: Any = resource_tracker
     begin, register = kind.__init__, module.register
@@ -46,16 +43,16 @@ def record_created(folder: str) -> None:
     def recorded_begin(self: Any, name: str | None = None, create: bool = False, *args: Any, **kwargs: Any) -> None:
         begin(self, name, create, *args, **kwargs)
         if create and getattr(self, "_track", True):  # since Python 3.13
-            note(_MEMORY, os.fstat(self._fd).st_ino, self._name)
+            note("shared_memory", self._name)
 
     def recorded_register(name: str, rtype: str) -> None:
         register(name, rtype)
-        if rtype == _SEMAPHORE:  # attaching one does not register it
-            note(_SEMAPHORE, 0, name)
+        if rtype == "semaphore":  # attaching one does not register it
+            note(rtype, name)
 
-    def note(kind: str, inode: int, name: str) -> None:
+    def note(kind: str, name: str) -> None:
         with contextlib.suppress(OSError), open(record, "a") as file:  # a full disk, or the launch has ended
-            file.write(f"{kind} {inode} {name}\n")
+            file.write(f"{kind} {name}\n")
 
     kind.__init__, module.register = recorded_begin, recorded_register
 
@@ -66,26 +63,9 @@ def remove_created(folder: str) -> None:
         lines = Path(folder, _RECORD).read_text().splitlines() if folder else []
     except OSError:  # none, or another process was faster
         return
-    for line in lines:
-        kind, inode, name = line.split(" ", 2)
-        with contextlib.suppress(OSError):  # removed already
-            _unlink(kind, int(inode), name)
-            resource_tracker.unregister(name, kind)
-
-
-def _unlink(kind: str, inode: int, name: str) -> None:
     module: Any = resource_tracker
-    if kind == _MEMORY:
-        _check_inode(name, inode)
-    module._CLEANUP_FUNCS[kind](name)
-
-
-def _check_inode(name: str, inode: int) -> None:
-    """Raise FileNotFoundError if the name of a block is in use again, perhaps by the notebook."""
-    system: Any = importlib.import_module("_posixshmem")
-    fd = system.shm_open(name, os.O_RDONLY, 0)
-    try:
-        if os.fstat(fd).st_ino != inode:
-            raise FileNotFoundError(name)
-    finally:
-        os.close(fd)
+    for line in lines:
+        kind, name = line.split(" ", 1)
+        with contextlib.suppress(OSError):  # removed already
+            module._CLEANUP_FUNCS[kind](name)
+            resource_tracker.unregister(name, kind)

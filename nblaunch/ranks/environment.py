@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import logging
 import multiprocessing.process
@@ -165,8 +166,12 @@ def keep_freed_memory(spec: RankSpec, *, in_thread: bool = False) -> None:
     _mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # larger allocations are mappings, which end when they are freed
     if in_thread:
         _mallopt(_M_TOP_PAD, 64 << 20)  # keeps the arena's heaps, which have this size
-    share = min(physical_memory(), memory_left()) // 16 // spec.local_world_size
-    _mallopt(_M_TRIM_THRESHOLD, max(64 << 20, min(share, 512 << 20)))
+    _mallopt(_M_TRIM_THRESHOLD, max(64 << 20, min(memory_to_keep() // spec.local_world_size, 512 << 20)))
+
+
+@functools.cache  # reading a cgroup's files takes 1 ms
+def memory_to_keep() -> int:
+    return min(physical_memory(), memory_left()) // 16
 
 
 def extend_path(path: Sequence[str]) -> None:

@@ -75,22 +75,16 @@ def prepare() -> None:
     import cloudpickle  # noqa: F401  # ranks need it at once
 
     environment.find_pools()
+    environment.memory_to_keep()
     process_group.find_backends()
     main_module.get_ipython()
-    forget_finalizers()
-
-
-def forget_finalizers() -> None:
-    """Keep ranks from undoing the preload's set-up at exit: torch takes 25 ms to deregister its operators."""
-    registry: dict[weakref.finalize[..., object], object] = getattr(weakref.finalize, "_registry", {})
-    for finalizer in registry:
-        finalizer.atexit = False
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # torch takes 25 ms to deregister its operators
 
 
 def _forget_the_notebooks_exit() -> None:
     """Drop the notebook's exit functions: saving its history, ending its workers, removing its files."""
     atexit._clear()
-    forget_finalizers()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the rank's own finalizers must register it again
     util: Any = multiprocessing.util  # typeshed leaves out what follows
     util._finalizer_registry.clear()  # as multiprocessing does in its own children
