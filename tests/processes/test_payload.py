@@ -9,8 +9,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
-from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
+from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankLostError, ResultError
 from nblaunch.machine import segments, timeouts
 from nblaunch.transfer.parcel import sent_data_cache
 from nblaunch.wire.channel import Channel
@@ -131,7 +129,6 @@ def test_each_rank_writes_to_a_copy_of_its_own(launch: Launcher) -> None:
     assert float(tensor.sum()) == float(array.sum()) == 0
 
 
-@conformance("forkserver", "fork")
 def test_ranks_map_the_notebooks_file_and_write_as_it_may(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "data"
     np.arange(4 * MB, dtype=np.int64).tofile(file)
@@ -192,41 +189,6 @@ def test_a_dataset_over_a_file_takes_no_memory_in_ranks(launch: Launcher, tmp_pa
         assert more < 16 * MB
 
 
-def returns_maps(folder: Path, rank: int) -> Any:
-    for name in (f"kept{rank}", f"gone{rank}"):
-        np.full(MB, rank, np.int64).tofile(folder / name)
-    maps = [np.memmap(folder / name, np.int64, "r+") for name in (f"kept{rank}", f"gone{rank}")]
-    (folder / f"gone{rank}").unlink()
-    return maps
-
-
-def test_maps_that_ranks_return_are_of_their_files(launch: Launcher, tmp_path: Path) -> None:
-    for rank, (kept, gone) in enumerate(launch(returns_maps, (tmp_path,))):
-        assert kept.filename == str(tmp_path / f"kept{rank}")
-        kept[5] = 7
-        assert int(np.fromfile(tmp_path / f"kept{rank}", np.int64)[5]) == 7
-        assert int(gone.sum()) == rank * MB
-
-
-def _mapped_by_numpy(file: Path) -> Any:
-    np.ones(4 * MB).tofile(file)
-    return np.memmap(file, np.float64, "c")
-
-
-def _mapped_by_torch(file: Path) -> Any:
-    torch.save(torch.ones(4 * MB, dtype=torch.float64), file)
-    return torch.load(file, mmap=True)
-
-
-@pytest.mark.parametrize("mapped", [_mapped_by_numpy, _mapped_by_torch])
-def test_ranks_have_a_copy_of_a_private_mapping(mapped: Any, launch: Launcher, tmp_path: Path) -> None:
-    array = mapped(tmp_path / "data")
-    running = launch(waits, (array, tmp_path), block=False)
-    os.truncate(tmp_path / "data", 0)
-    (tmp_path / "go").touch()
-    assert list(running.result()) == [4 * MB] * 2
-
-
 def test_all_ranks_map_one_copy(launch: Launcher, few: int, tmp_path: Path) -> None:
     tensor = torch.ones(32 * MB // 4)
     shares = launch(mapped_share, (tensor, str(tmp_path)), num_processes=2 * few)
@@ -261,28 +223,6 @@ def test_ranks_get_their_data_when_the_system_takes_its_descriptors(
     assert len(refused) == 5
 
 
-def test_an_ordinary_user_sends_many_descriptors_to_many_ranks() -> None:
-    """In a process of its own, without root's right to any number of descriptors in flight."""
-    code = """
-import ctypes, resource
-libc = ctypes.CDLL(None)
-for capability in (21, 24):  # CAP_SYS_ADMIN, CAP_SYS_RESOURCE
-    libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: the fork server will not have it
-head, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-libc.capget(head, sets)
-for i in range(0, 3):
-    sets[i] &= ~(1 << 21 | 1 << 24)
-libc.capset(head, sets)
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-import torch
-from nblaunch import notebook_launcher
-data = [torch.ones(3).share_memory_() for _ in range(130)]
-print(list(notebook_launcher(lambda: sum(float(each.sum()) for each in data), num_processes=9, view="none")))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=LONG)
-    assert done.stdout == f"{[390.0] * 9}\n", done.stderr
-
-
 def test_changes_of_a_shared_module_are_the_notebooks(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(3, 3).share_memory()
 
@@ -306,10 +246,9 @@ def test_a_result_with_too_many_descriptors_is_that_ranks_error(tmp_path: Path) 
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_launch_needs_no_more_descriptors_than_it_is_refused_for(launch: Launcher, ranks: int) -> None:
+def test_a_launch_needs_no_more_descriptors_than_it_is_refused_for(launch: Launcher) -> None:
     """One less is refused before anything starts; torch's store would try to connect for minutes."""
-    tensor = torch.ones(MB)
+    tensor, ranks = torch.ones(MB), 4
     launch(sums, (tensor,), num_processes=ranks)  # what stays open after a first launch is open
     needed = 4 * ranks + 30
     settle()
@@ -401,17 +340,11 @@ def stop(running: Launch, pids: list[int]) -> None:
     running.stop()
 
 
-def kill_a_rank(running: Launch, pids: list[int]) -> None:
-    os.kill(pids[1], signal.SIGKILL)
-
-
 def kill_the_reaper(running: Launch, pids: list[int]) -> None:
     os.kill(int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("end", "error"), [(stop, LaunchStoppedError), (kill_a_rank, RankDiedError), (kill_the_reaper, RankLostError)]
-)
+@pytest.mark.parametrize(("end", "error"), [(stop, LaunchStoppedError), (kill_the_reaper, RankLostError)])
 def test_however_a_launch_ends_its_memory_is_freed(
     end: Any, error: type[Exception], launch: Launcher, tmp_path: Path
 ) -> None:
@@ -421,7 +354,7 @@ def test_however_a_launch_ends_its_memory_is_freed(
     eventually(lambda: all(mark.exists() and mark.read_text() for mark in marks))
     end(running, [int(mark.read_text()) for mark in marks])
     assert running.wait(LONG)
-    with pytest.raises(error, match=r"was stopped|rank 1|supervises the ranks"):
+    with pytest.raises(error, match=r"was stopped|supervises the ranks"):
         running.result()
     sent_data_cache.free()
     gc.collect()

@@ -143,17 +143,6 @@ def test_the_gpu_that_is_full_is_named_not_the_current_one(gpus: None) -> None:
     assert failed.gpu == GpuMemory("cuda:0", 0, 2 * GIGABYTE, GIGABYTE, 80 * GIGABYTE)
 
 
-def test_the_users_error_survives_a_torch_that_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As half-imported, or as CUDA is after an error on the device."""
-
-    class OutOfMemoryError(Exception):
-        pass
-
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
-    failed = error_report.describe(3, 1, OutOfMemoryError("the user's own"))
-    assert (failed.text, failed.gpu) == ("the user's own", None)
-
-
 def test_the_notebooks_broken_cuda_does_not_replace_the_error(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = out_of_memory()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)
@@ -241,11 +230,6 @@ def test_a_collective_that_hangs_is_aborted_before_its_group(
     assert said == [*calls, "destroy"]
     may_end.set()
     assert has_ended.wait(60)
-
-
-def test_a_broken_cuda_does_not_keep_the_group(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1 // 0)
-    process_group.finish_on_gpus()
 
 
 def test_a_group_on_the_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

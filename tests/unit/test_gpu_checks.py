@@ -15,7 +15,7 @@ import pytest
 
 from tests.gpu import gpus
 from tests.gpu.__main__ import README, main, with_table
-from tests.gpu.outcomes import Outcomes, in_words
+from tests.gpu.outcomes import Outcomes
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
     ("command", "status", "said"),
     [
         ("tests.gpu", 2, r"tests/gpu: a GPU is needed, and torch \S+ sees none here with CUDA_VISIBLE_DEVICES=''$"),
-        ("tests.gpu --look", 0, r"No GPU here: tests/gpu was not run \(bash tests/run\.sh --gpu\)$"),
         ("pytest tests/gpu", 4, r"ERROR: tests/gpu: a GPU is needed, and torch \S+ sees none here"),
         ("tests.benchmarks --only gpu", 1, r"--only gpu: a GPU is needed, and torch \S+ sees none here"),
     ],
@@ -42,26 +41,22 @@ def test_without_a_gpu_nothing_counts_as_passed(command: str, status: int, said:
     assert re.search(said, done.stdout + done.stderr, re.MULTILINE)
 
 
-def test_a_gpu_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("uses_it", "said"),
+    [
+        ("raise SystemExit('the driver is too old')", r"torch \S+ cannot use the one here: the driver is too old$"),
+        ("import threading; threading.Event().wait()", r"the one here gave no answer in 1 s$"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_no_gpu(uses_it: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(gpus, "number", lambda: 1)
-    monkeypatch.setattr(gpus, "_USES_THEM", "raise SystemExit('the driver is too old')")
+    monkeypatch.setattr(gpus, "_USES_THEM", uses_it)
+    monkeypatch.setattr(gpus, "_PROBE_TIMEOUT_S", 1.0)
     gpus.found.cache_clear()
-    with pytest.raises(gpus.NoGpuError, match=r"torch \S+ cannot use the one here: the driver is too old$"):
-        gpus.found()
-
-
-def test_a_gpu_that_does_not_answer_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpus, "number", lambda: 1)
-    monkeypatch.setattr(gpus, "_USES_THEM", "import threading; threading.Event().wait()")
-    monkeypatch.setattr(gpus, "_PROBE_TIMEOUT_S", 0.1)
-    gpus.found.cache_clear()
-    with pytest.raises(gpus.NoGpuError, match=r"the one here gave no answer in 0 s$"):
+    with pytest.raises(gpus.NoGpuError, match=said):
         gpus.found()
 
 
@@ -162,10 +157,6 @@ def test_a_table_comes_before_the_older_ones() -> None:
     assert "<!-- tables -->\n| second |\n\n| first |\n<!-- end of tables -->\n" in text
     with pytest.raises(ValueError, match="no line <!-- tables --> and <!-- end of tables -->"):
         with_table("no place", "| new |")
-
-
-def test_a_check_is_named_in_words() -> None:
-    assert in_words("tests/gpu/test_x.py::test_a_rank_waits") == "a rank waits"
 
 
 def test_the_line_says_on_what_it_was_checked() -> None:
