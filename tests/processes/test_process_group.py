@@ -50,12 +50,6 @@ def by_environment(port: int) -> float:
     return summed()
 
 
-def by_environment_and_own_port(port: int) -> float:
-    os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo")
-    return summed()
-
-
 def by_tcp(rank: int, world_size: int, port: int) -> float:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     return summed()
@@ -170,10 +164,6 @@ def test_the_default_group_is_ready(launch: Launcher) -> None:
     assert list(launch(group_as_found)) == [(True, "gloo", rank, 2, 3.0) for rank in range(2)]
 
 
-def test_one_rank_alone_has_a_group_too(launch: Launcher) -> None:
-    assert list(launch(group_as_found, num_processes=1)) == [(True, "gloo", 0, 1, 1.0)]
-
-
 def test_new_groups_work(launch: Launcher) -> None:
     assert list(launch(new_groups)) == [[1.0, 3.0, 3.0], [2.0, 3.0, 3.0]]
 
@@ -182,9 +172,7 @@ def test_new_groups_work(launch: Launcher) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        the_documents_own,
         by_environment,
-        by_environment_and_own_port,
         by_tcp,
         by_ipv6,
         by_name_imported_early,

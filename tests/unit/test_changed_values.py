@@ -106,10 +106,18 @@ def test_another_result_does_not_bring_a_module_back(result: Callable[[Any], obj
     assert noticed(module(), trained, result)
 
 
-def test_a_module_made_in_inference_mode_is_watched_without_harm() -> None:
+class Secretive(nn.Linear):
+    """Its parameters cannot be listed."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_odd_modules_are_watched_without_harm() -> None:
     with torch.inference_mode():
         frozen = nn.Linear(2, 2)
     assert not noticed(frozen, lambda it: None)
+    assert not noticed(Secretive(2, 2), lambda it: None)
 
 
 def test_a_result_that_holds_itself_is_gone_through_once() -> None:
