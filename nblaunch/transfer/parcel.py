@@ -27,7 +27,6 @@ from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.definitions import LostReferenceError
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES, MIN_SLICED_BYTES, BufferSink
-from nblaunch.wire import RANK
 from nblaunch.wire.channel import write_blob
 
 _MIN_VIEWED_BYTES = 1 << 20
@@ -75,7 +74,7 @@ class Outgoing(BufferSink):
     """
 
     def __init__(self, is_here: bool = True) -> None:
-        self.is_here, self.takes_gradients = is_here, RANK not in os.environ
+        self.is_here = is_here
         self.stream: list[bytes | memoryview] = []
         self.buffers: list[Region | int] = []
         """Memory, or the index of a descriptor."""

@@ -27,12 +27,9 @@ class BufferSink:
 
     Attributes:
         is_here: Whether all receivers are on this machine.
-        takes_gradients: Whether tensors are sent with their gradients. To ranks they are. No result is twice its size,
-            and new gradients alone are no reason to send a model again.
     """
 
     is_here = True
-    takes_gradients = False
 
     def write(self, data: Any, /) -> object:
         """Take the next bytes of the pickle."""
@@ -56,23 +53,6 @@ class BufferSink:
 
 def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     """Return the reduction of a storage, tensor or array whose memory is sent out of band, else None."""
-    torch = sys.modules.get("torch")
-    is_tensor = torch is not None and hasattr(torch, "Tensor") and isinstance(obj, torch.Tensor)
-    if is_tensor and buffers is not None and buffers.takes_gradients and obj.requires_grad and obj.is_leaf:
-        gradient = obj.grad
-        if gradient is not None:
-            make, made_of, *rest = _reduce(obj, buffers) or obj.__reduce_ex__(5)
-            return with_gradient, (gradient, make, made_of), *rest
-    return _reduce(obj, buffers)
-
-
-def with_gradient(gradient: Any, make: Any, made_of: tuple[Any, ...]) -> Any:
-    tensor = make(*made_of)
-    tensor.grad = gradient
-    return tensor
-
-
-def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     kind = type(obj)
     if torch is not None and hasattr(torch, "UntypedStorage"):  # another thread may be importing it

@@ -94,7 +94,6 @@ compiled(torch.ones(1))
 normed = parametrizations.weight_norm(torch.nn.Linear(2, 1))
 in_place = torch.nn.Linear(2, 1)
 in_place.compile(backend="eager")
-in_place(torch.ones(2)).sum().backward()
 reference = weakref.ref(normed)
 context = multiprocessing.get_context("spawn")
 counts, lock, messages = context.Value("i", 0), context.Lock(), context.Queue()
@@ -105,8 +104,7 @@ shapes = [len(normed(x)), len(in_place(x))]
 with lock:
     counts.value += 1
 messages.put(rank)
-gradient = in_place.bias.grad.item()
-float(compiled(x).sum()), shapes, reference() is normed, gradient
+float(compiled(x).sum()), shapes, reference() is normed
 """
 
 
@@ -117,7 +115,7 @@ def test_empty_arrays_and_tensors_are_sent(kernel: Kernel) -> None:
 
 def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     kernel.run(REBUILT).check()
-    was = (4.0, [1, 1], True, 1.0)
+    was = (4.0, [1, 1], True)
     assert on_ranks(kernel, USED) == [was, was]
     again = kernel.run(f"%%distributed\n{USED}").check().text
     assert "sent" not in again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from nblaunch.transfer import pickling
-from nblaunch.transfer.parcel import pack, unpack
+from nblaunch.transfer.parcel import pack
 from nblaunch.wire import RANK
 from tests.unit.notebooks import Notebook, open_notebook
 
@@ -153,27 +152,6 @@ def test_compiled_code_is_compiled_where_it_arrives(notebook: Notebook) -> None:
     )
     x = torch.ones(1)
     assert sent(names["main"])(x) == ((2.0, 3.0, (1,)), 3)
-
-
-def test_gradients_go_to_ranks_and_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(2, 1)
-    layer(torch.ones(2)).sum().backward()
-    weight = torch.ones(2, requires_grad=True)
-    (weight * 3).sum().backward()
-
-    def packed() -> Any:
-        parcel = pack(lambda found: (layer, weight, torch.optim.SGD(layer.parameters(), 1.0)))
-        came = unpack([os.dup(fd) for fd in parcel.fds])
-        parcel.close()
-        return came
-
-    came, its_weight, optimizer = packed()
-    optimizer.step()
-    assert came.weight.grad.tolist() == [[1.0, 1.0]]
-    assert torch.allclose(came.weight, layer.weight - 1)
-    assert its_weight.grad.tolist() == [3.0, 3.0]
-    monkeypatch.setenv(RANK, "0")
-    assert packed()[0].weight.grad is None
 
 
 def test_operators_arrive_by_name_and_those_of_cells_are_refused_with_advice(notebook: Notebook) -> None:
