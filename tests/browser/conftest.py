@@ -37,6 +37,7 @@ from tests.browser.lab import (
 from tests.conftest import LONG, eventually
 
 SETUP = "%load_ext nblaunch\nfrom nblaunch import notebook_launcher, progress, report"
+PICTURES = "NBLAUNCH_PICTURES"
 SHARED = "test.ipynb"
 """The notebook with the shared kernel: Jupyter keeps the kernel of a notebook that is closed."""
 
@@ -317,5 +318,5 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def keep_picture(page: Page, name: str) -> None:
     """Keep a picture of the page, where pictures are wanted."""
-    if "NBLAUNCH_PICTURES" in os.environ:
-        page.screenshot(path=str(Path(os.environ["NBLAUNCH_PICTURES"]) / name))
+    if PICTURES in os.environ:
+        page.screenshot(path=str(Path(os.environ[PICTURES]) / name))

@@ -1,4 +1,4 @@
-"""Debugging in a real JupyterLab in Chromium: the cell's box, and what stuck ranks offer."""
+"""Debugging in a real JupyterLab or Notebook in Chromium: the cell's box, and what stuck ranks offer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Locator
 
 from tests.browser.cells import GRACE
-from tests.browser.conftest import LAB, NOTEBOOK, Lab, keep_picture
+from tests.browser.conftest import NOTEBOOK, Lab, keep_picture
 from tests.conftest import LONG, eventually
 from tests.kernel.test_readme import blocks
 
@@ -33,7 +33,7 @@ def enter(lab: Lab, text: str) -> None:
     box(lab).press("Enter")
 
 
-@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
+@pytest.mark.parametrize("served", [NOTEBOOK], ids=["notebook"], indirect=True)
 def test_a_background_launch_says_what_brings_the_prompt(fresh_lab: Lab) -> None:
     lab = fresh_lab
     debug = "import time\nwhile not launch.console.stopped:\n    time.sleep(0.01)\n%distributed debug"
@@ -103,3 +103,4 @@ notebook_launcher(waits, num_processes=2, stop_grace={GRACE})
     lab.panel.locator(".nbl-stuck").get_by_role("button", name="Stop").click()
     lab.wait_for_state("stopped")
     assert not lab.panel.locator(".nbl-stuck").is_visible()
+    lab.server.end_kernels()  # the numbers of the next file's cells begin at 1

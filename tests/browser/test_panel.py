@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from pathlib import Path
 
 import headless
 import nbformat
@@ -13,12 +13,12 @@ import pytest
 from playwright.sync_api import Dialog
 
 from tests.browser.cells import TRAINS
-from tests.browser.conftest import SHARED, Lab, keep_picture
+from tests.browser.conftest import PICTURES, SHARED, Lab, keep_picture
 from tests.browser.lab import run_all, wait_until_idle
 from tests.conftest import eventually
+from tests.kernel.executed import NOTEBOOKS, smaller
 
 DARK = "JupyterLab Dark"
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 FAILS = """
 def train(rank):
     import time
@@ -34,8 +34,9 @@ notebook_launcher(train, num_processes=8)
 
 @pytest.mark.parametrize("size", [(1200, 1180)])
 def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) -> None:
-    for name in ("quickstart.ipynb", "mnist_or_digits.py"):
-        shutil.copy(NOTEBOOKS / name, lab.folder)
+    shutil.copy(NOTEBOOKS / "mnist_or_digits.py", lab.folder)
+    whole = (NOTEBOOKS / "quickstart.ipynb").read_text()
+    (lab.folder / "quickstart.ipynb").write_text(whole if PICTURES in os.environ else smaller("quickstart"))
     lab.open("quickstart.ipynb")
     run_all(lab.page)
     accuracy = lab.panel.locator(".nbl-card", has_text="accuracy").first
@@ -51,7 +52,7 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     assert not [output for cell in code for output in cell.outputs if output.output_type == "error"]
-    assert headless.accuracy(notebook) >= 0.95
+    assert headless.accuracy(notebook) >= 0.8
     assert headless.printed(notebook).splitlines()[-1].startswith("test accuracy: ")
 
 
@@ -272,7 +273,7 @@ def test_long_lines_wrap_below_a_short_headline_and_the_notes(lab: Lab) -> None:
 @pytest.mark.parametrize("size", [(1200, 1300)])
 def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab) -> None:
     with lab.theme(DARK):
-        lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=8)")
+        lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 200}, num_processes=8)")
         lab.log_says("step 60")
         _progress_and_metrics_are_shown(lab)
         keep_picture(lab.page, "panel-running-dark.png")

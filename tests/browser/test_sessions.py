@@ -1,4 +1,4 @@
-"""A session in a real JupyterLab and a real Jupyter Notebook, in Chromium."""
+"""A session in a real JupyterLab in Chromium."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_a_session_shows_its_values_queue_names_and_deaths(lab: Lab) -> None:
     assert re.search(r"rank 0\s*\w+, pid", display.inner_text())
     assert re.search(r"rank 1\s*dead", display.inner_text())
     display.scroll_into_view_if_needed()
-    keep_picture(lab.page, f"session-{lab.app}.png")
+    keep_picture(lab.page, "session-jupyterlab.png")
     lab.server.end_kernels()  # and the session with its kernel
