@@ -140,16 +140,3 @@ def test_background_output_arrives_in_the_cell_that_launched_it(kernel: Kernel, 
     first = kernel.follow_cell(request, until="[rank 1] late")
     assert "late" not in other.text
     assert "of another cell" not in first.text
-
-
-def test_capture_takes_what_the_ranks_print(kernel: Kernel) -> None:
-    cell = kernel.run(
-        "%%capture captured\nimport sys\n"
-        "def speak():\n    print('to be captured')\n    print('err', file=sys.stderr)\n"
-        "notebook_launcher(speak, num_processes=2)"
-    ).check()
-
-    assert cell.text == ""
-    captured: tuple[str, str] = kernel.ask("captured.stdout, captured.stderr")
-    assert "[rank 1] to be captured" in captured[0]
-    assert "[rank 1] err" in captured[1]

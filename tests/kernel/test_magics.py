@@ -288,14 +288,6 @@ def test_unsupported_use_names_the_alternative(kernel: Kernel, body: str, substi
     assert substitute in kernel.run(f"%%distributed -n 2\n{body}").error
 
 
-def test_stderr_is_shown_as_stderr(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed -n 2\nimport sys\nprint('out')\nprint('oops', file=sys.stderr)").check()
-
-    assert "[rank 0] oops" in cell.stderr
-    assert "oops" not in cell.stdout
-    assert "[rank 1] out" in cell.stdout
-
-
 # ------------------------------------------------------------------ what runs
 def test_status_lists_launches_and_stop_ends_them(kernel: Kernel) -> None:
     kernel.run("%%distributed -n 2 --background -o job\nimport time\ntime.sleep(600)").check()

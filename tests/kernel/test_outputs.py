@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.harness import Kernel
 from tests.kernel.page import Page
 
 SERIES = "from nblaunch import report\nreport(step=0, x=1)\nreport(step=1, x=2)\n"
@@ -148,8 +147,3 @@ def test_a_flood_of_images_stalls_nothing_and_spares_the_next_cell(page: Page) -
     )
     assert shown(page)["text/html"].count('src="data:image/png;base64,') == 2
     assert page.kernel.ask("list(after)") == [(2.0, True)] * 2
-
-
-def test_text_view_shows_text_with_the_rank_in_front(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed -n 2\nimport pandas as pd\ndisplay(pd.DataFrame({'loss': [rank + 0.5]}))").check()
-    assert "[rank 1]    loss\n[rank 1] 0   1.5\n" in cell.stdout

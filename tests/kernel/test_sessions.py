@@ -247,12 +247,10 @@ def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel)
     ("value", "change"),
     [
         ("torch.nn.Linear(2, 2)", "with torch.no_grad(): taken.weight += {}"),
-        ("[1]", "taken.append({})"),
         ("{'a': {'b': 1}}", "taken['a']['b'] += {}"),
-        ("__import__('numpy').zeros(3)", "taken += {}"),
         ("__import__('types').SimpleNamespace(x=1)", "taken.x += {}"),
     ],
-    ids=["module", "list", "nested dict", "array", "object"],
+    ids=["module", "nested dict", "object"],
 )
 def test_values_that_the_notebook_takes_back_are_named(kernel: Kernel, value: str, change: str) -> None:
     replaced = "taken: the ranks had changed it, and the notebook's new value has replaced it"
