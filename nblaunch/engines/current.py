@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 engine = LocalEngine()
 """This machine."""
-KINDS = ("auto", "local", "slurm", "ray", "ssh")
+_STARTERS = {"slurm": "SlurmStarter", "ray": "RayStarter", "ssh": "SshStarter"}
+"""By kind: the class in the module of that name, which is imported when it is asked for."""
+KINDS = ("auto", "local", *_STARTERS)
 _held: dict[tuple[str, int | None], Engine] = {}
 """Engines of other machines, by what the user has asked for: they hold nodes between launches."""
 
@@ -30,8 +33,7 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
 
     ArgumentError: there is no such engine, or it cannot have that many nodes.
     """
-    count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
-    kind, words = _kind_of(name)
+    kind, words, count = _asked(name, num_nodes)
     if kind == "auto":
         kind = "slurm" if count != 1 and _in_several_nodes() else "local"
         if kind == "local" and count not in (None, 1):
@@ -40,7 +42,6 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
                 "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
             )
     if kind == "local":
-        _check_local(count)
         return engine
     said = shlex.join([kind, *words])
     return _held.get((said, count)) or _of_nodes(said, _starter(kind, words, count))
@@ -60,10 +61,7 @@ def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
 
     ArgumentError: there is no such engine, or an option is invalid.
     """
-    count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
-    kind, words = _kind_of(name)
-    if kind == "local":
-        _check_local(count)
+    kind, words, count = _asked(name, num_nodes)
     if kind == "local" or (kind == "auto" and (count is not None or not _in_several_nodes())):
         return JobRequest(kind, count or 1)
     starter = _starter("slurm" if kind == "auto" else kind, words, None)  # which checks the options
@@ -79,12 +77,8 @@ def _in_several_nodes() -> bool:
     return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
 
 
-def _check_local(count: int | None) -> None:
-    if count not in (None, 1):
-        raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
-
-
-def _kind_of(name: Any) -> tuple[str, list[str]]:
+def _asked(name: Any, num_nodes: Any) -> tuple[str, list[str], int | None]:
+    """Return the kind of engine, its options and the number of nodes."""
     if not isinstance(name, str) or not name.strip():
         raise ArgumentError(f"engine={name!r}: must be one of {', '.join(map(repr, KINDS))}")
     try:
@@ -95,7 +89,10 @@ def _kind_of(name: Any) -> tuple[str, list[str]]:
         raise ArgumentError(f"engine={name!r}: must begin with one of {', '.join(map(repr, KINDS))}")
     if kind in ("auto", "local") and words:
         raise ArgumentError(f"engine={name!r}: {kind!r} has no options")
-    return kind, words
+    count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
+    if kind == "local" and count not in (None, 1):
+        raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
+    return kind, words, count
 
 
 def _of_nodes(said: str, starter: Starter) -> Engine:
@@ -111,17 +108,8 @@ def _of_nodes(said: str, starter: Starter) -> Engine:
 
 
 def _starter(kind: str, words: list[str], count: int | None) -> Starter:
-    if kind == "slurm":
-        from nblaunch.engines.slurm import SlurmStarter
-
-        return SlurmStarter(words, count)
-    if kind == "ray":
-        from nblaunch.engines.ray import RayStarter
-
-        return RayStarter(words, count)
-    from nblaunch.engines.ssh import SshStarter
-
-    return SshStarter(words, count)
+    module = importlib.import_module(f"nblaunch.engines.{kind}")
+    return cast("Starter", getattr(module, _STARTERS[kind])(words, count))
 
 
 def status() -> list[str]:
