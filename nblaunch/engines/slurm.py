@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 
 from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
 from nblaunch.engines.link import has_munge
-from nblaunch.errors import ArgumentError, StartError, warn
+from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
-from nblaunch.machine.slurm_variables import TASKS_PER_GPU, memory_conflict
 from nblaunch.wire.link_messages import Boot
 
 _OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
 """Options of srun that are not the user's."""
 _PROGRAMS = ("srun", "squeue", "scontrol")
+_TASKS_PER_GPU = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
+"""srun refuses them beside ``--ntasks-per-node``."""
 _MAX_ASKED = 16
 """Nodes of a large cluster whose addresses are looked at."""
 NEW_JOB_POLL_S = 0.1
@@ -81,17 +82,10 @@ class SlurmStarter(CommandStarter):
         within = ["--overlap", f"--jobid={self._allocation}"] if self._allocation else [f"--job-name={self._job_name}"]
         nodes = [f"--nodes={self.count}", f"--ntasks={self.count}", "--ntasks-per-node=1"]
         self._state, self._is_queued = "", not self._allocation
-        conflict = memory_conflict(os.environ, self._words)
-        if conflict:
-            given = f"job {self._allocation} has" if self._allocation else "is the partition's default"
-            warn(
-                f"{' and '.join(conflict)} of the notebook's environment are left out, because srun refuses them "
-                f"together: ranks get the memory that {given}. To choose it: engine='slurm --mem=...' or "
-                "'--mem-per-cpu=...'",
-                once="SLURM_MEM",
-            )
         srun = ["srun", *within, *nodes, "--kill-on-bad-exit=0", *self._words, python_on_nodes(), "-m", AGENT]
-        env = {name: value for name, value in os.environ.items() if name not in (*conflict, *TASKS_PER_GPU)}
+        memory = [name for name in os.environ if name.startswith("SLURM_MEM_PER_")]
+        refused = {*_TASKS_PER_GPU, *(memory if len(memory) > 1 else ())}  # by srun, together: one was inherited
+        env = {name: value for name, value in os.environ.items() if name not in refused}
         self.run([Command(-1, "srun", srun)], boot, env)
 
     def state(self) -> str:

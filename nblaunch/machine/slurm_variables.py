@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NPROCS")
 _TASK_PREFIXES = ("SLURM_STEP", "SLURM_TASK", "SLURM_NTASKS")
-_MEMORY = {"SLURM_MEM_PER_NODE": "--mem", "SLURM_MEM_PER_CPU": "--mem-per-cpu", "SLURM_MEM_PER_GPU": "--mem-per-gpu"}
-TASKS_PER_GPU = ("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES")
-"""srun refuses them beside ``--ntasks-per-node``, which nblaunch gives."""
 _FIRST_PORT, _PORTS = 20_000, 12_768
 """Below Linux's ephemeral ports."""
 
@@ -64,16 +61,6 @@ def refusal(task: SlurmTask) -> str:
 def describes_task(name: str) -> bool:
     """Return True if a variable describes a Slurm task, not only the job."""
     return name in _TASK_VARIABLES or name.startswith(_TASK_PREFIXES)
-
-
-def memory_conflict(env: Mapping[str, str], options: Sequence[str]) -> list[str]:
-    """Return the variables of memory that srun refuses together; none if one of its options decides.
-
-    A job sets one of them. A notebook may have inherited another, from the job or profile that has started its hub.
-    """
-    found = [name for name in _MEMORY if name in env]
-    is_decided = any(option.partition("=")[0] in _MEMORY.values() for option in options)
-    return found if len(found) > 1 and not is_decided else []
 
 
 def _master_addr(env: Mapping[str, str]) -> str:

@@ -55,8 +55,7 @@ def test_ranks_run_on_the_nodes_that_slurm_gives(slurm: SlurmCluster, monkeypatc
     """Without the variables that srun refuses together; and a job that is cancelled lets them finish first."""
     for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_GPU"):
         monkeypatch.setenv(name, "1")
-    with pytest.warns(UserWarning, match="SLURM_MEM_PER_NODE and SLURM_MEM_PER_CPU of the notebook's .* are left out"):
-        assert list(launch(hosts, num_processes=2)) == [("n1", []), ("n1", []), ("n2", []), ("n2", [])]
+    assert list(launch(hosts, num_processes=2)) == [("n1", []), ("n1", []), ("n2", []), ("n2", [])]
     ((job, state, _),) = jobs(slurm)
     assert state == "RUNNING"
     assert current.status()[-1] == f"slurm job {job}: n1, n2"

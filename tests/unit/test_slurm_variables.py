@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.machine.slurm_variables import SlurmTask, describes_task, memory_conflict, slurm_task
+from nblaunch.machine.slurm_variables import SlurmTask, describes_task, slurm_task
 
 ALLOCATION = {
     "SLURM_JOB_ID": "41",
@@ -92,11 +92,3 @@ def test_an_address_and_a_port_of_the_users_own_count() -> None:
 def test_task_variables_are_distinguished_from_job_variables() -> None:
     kept = {name for name in step(2) if not describes_task(name)}
     assert kept == {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_CPUS_ON_NODE"}
-
-
-def test_memory_variables_conflict_unless_an_option_decides() -> None:
-    both = {**ALLOCATION, "SLURM_MEM_PER_NODE": "4000", "SLURM_MEM_PER_CPU": "1000"}
-    assert memory_conflict(both, ["--partition=gpu", "--mem-bind=local"]) == ["SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"]
-    for options in (["--mem=2G"], ["--mem", "2G"], ["--mem-per-cpu=1G"], ["--mem-per-gpu=8G"]):
-        assert memory_conflict(both, options) == []
-    assert memory_conflict({**ALLOCATION, "SLURM_MEM_PER_CPU": "1000"}, []) == []
