@@ -535,12 +535,6 @@ class LocalWorkers:
             "waiting (is the machine short of memory?)"
         )
 
-    def forsake(self) -> bool:
-        """Replace a fork server that died before it forked the reaper."""
-        if self._reaper.server is not None:
-            servers.give_up(self._reaper.server)
-        return self._reaper.server is not None
-
     def abandon(self) -> None:
         """Kill the reaper: its ranks die with it."""
         with contextlib.suppress(ProcessLookupError):

@@ -695,10 +695,6 @@ class NodeWorkers:
     def nudge(self) -> str | None:
         return "the nodes have not answered: waiting"
 
-    def forsake(self) -> bool:
-        """The agents replace their fork servers themselves."""
-        return False
-
     def abandon(self) -> None:
         for node in self._used:
             self._call(node, "abandon")

@@ -262,9 +262,6 @@ class Workers(Protocol):
     def nudge(self) -> str | None:
         """Wake what starts the ranks, which has not answered in time. Return a note; None if the group is given up."""
 
-    def forsake(self) -> bool:
-        """Discard what failed to start the ranks. Return True if a retry may succeed."""
-
     def abandon(self) -> None:
         """Kill the ranks, and the process that supervises them."""
 

@@ -319,7 +319,8 @@ class Launch:
             if number == 0:
                 for note in notes_on(self._sent, _noted):
                     self._view.on(Note(note))
-            run, verdict = self._run_ranks(number, files)
+            run = Run(self._job, number, files, self._view, self._commands)
+            verdict = run.start(self._engine) if self._place is None else run.take_turn(self._place)
             error = self._conclude(verdict, run, files)
             self._error = error
             again = number < self._plan.options.max_restarts and not self._commands.stop
@@ -339,16 +340,6 @@ class Launch:
             machines = self._engine.machines(lambda text: self._view.on(Note(text)), lambda: self._commands.stop)
             self._plan = moved(self._plan, machines)
             self._job = replace(self._job, plan=self._plan)
-
-    def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Run, Verdict]:
-        """Run the ranks to their end; once more if what starts them died before it could."""
-        for _ in range(2):
-            run = Run(self._job, number, files, self._view, self._commands)
-            verdict = run.start(self._engine) if self._place is None else run.take_turn(self._place)
-            workers = run.group.workers
-            if self._place is not None or workers.has_begun or self._commands.stop or not workers.forsake():
-                break
-        return run, verdict
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, where, kept = self._plan, files.directory, self.keeps_ranks

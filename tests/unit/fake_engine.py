@@ -229,9 +229,6 @@ class FakeWorkers:
     def nudge(self) -> str | None:
         return self.hint
 
-    def forsake(self) -> bool:
-        return True
-
     def abandon(self) -> None:
         self.is_abandoned = True
 
