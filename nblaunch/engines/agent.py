@@ -571,7 +571,7 @@ class Agent:
         try:
             files = AgentFiles(self._folder.path, message.group)
             process, note = self._process(message, files)
-            method = self._engine.usable(message.order.method, message.order.envs[0], message.order.named, str)
+            method = self._engine.usable(message.order.method, message.order.envs[0], message.order.named)
             order = replace(
                 message.order, method=method, process=process, log_dir=str(files.directory(message.order.log_dir))
             )

@@ -96,14 +96,13 @@ class LocalEngine:
         method: str,
         env: Mapping[str, str],
         named: Sequence[str],
-        cuda_cell: Callable[[], str],
         show: Callable[[str], None] = lambda text: None,
     ) -> str:
         """Return ``forkserver`` for ``auto`` on Linux, else ``spawn``; with a warning if the server cannot fork."""
         if method == "auto":
             method = "forkserver" if self._is_linux else "spawn"
         if method == "fork":
-            check_fork(cuda_cell())
+            check_fork()
         return servers.usable(cast("Method", method), Where(env, os.sep, named), show)
 
     def place(self, order: Order, wakeup: Wakeup) -> LocalWorkers:
@@ -143,13 +142,11 @@ _fork_lock = threading.Lock()
 """``catch_warnings`` is not thread-safe: two at a time may restore the wrong filters."""
 
 
-def check_fork(cuda_cell: str) -> None:
-    """Refuse a fork of the kernel if CUDA is initialized, by the cell that is named; else warn about its risks."""
+def check_fork() -> None:
+    """Refuse a fork of the kernel if CUDA is initialized; else warn about its risks."""
     if has_used_cuda():
-        started = f", started by {cuda_cell}," if cuda_cell else ""
         raise StartError(
-            f"start_method='fork': CUDA runs in the notebook{started} and does not work after a fork: "
-            "use start_method='auto'"
+            "start_method='fork': CUDA runs in the notebook, and does not work after a fork: use start_method='auto'"
         )
     warn(
         "start_method='fork' copies a process with threads: ranks hang if a lock is held, or if OpenMP has run in the "

@@ -293,13 +293,12 @@ class Engine(Protocol):
         method: str,
         env: Mapping[str, str],
         named: Sequence[str],
-        cuda_cell: Callable[[], str],
         show: Callable[[str], None] = lambda text: None,
     ) -> str:
         """Return the start method that a launch uses: the engine's choice for ``auto``, else `method`.
 
-        If ranks cannot be started that way, warn and return a substitute. `cuda_cell` returns the cell that started
-        CUDA in the notebook; `show` gets what is awaited, if that takes time.
+        If ranks cannot be started that way, warn and return a substitute. `show` gets what is awaited, if that takes
+        time.
 
         StartError: there is no substitute.
         """

@@ -38,10 +38,6 @@ class Frontend:
         """Return the label of the cell with this file name, such as ``Cell In[3]``; empty if it is no cell."""
         return ""
 
-    def cuda_cell(self) -> str:
-        """Return the cell that initialized CUDA in this process, such as ``cell [7]``; empty if none did."""
-        return ""
-
     def notebook_names(self) -> dict[str, Any] | None:
         """Return the notebook's global namespace; None outside a notebook."""
         return None

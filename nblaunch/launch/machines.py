@@ -45,7 +45,7 @@ def with_usable_method(plan: Plan, engine: Engine, view: View) -> Plan:
         shielded.on(Preparing(text))
 
     try:
-        return replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell, show))
+        return replace(plan, method=engine.usable(plan.method, plan.env, plan.named, show))
     finally:
         if shown:
             shielded.on(Preparing(""))

@@ -22,7 +22,6 @@ from nblaunch.launch.frontend import Frontend, view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import NullView, Stream, View
-from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.cells import goes_to_session, paused, resume
 from nblaunch.notebook.panel import PanelView, settle_panels
@@ -40,7 +39,6 @@ class NotebookFrontend(Frontend):
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self._cuda_cell = ""
         self._was_examined = False
         """``%pdb`` is to be turned on again after the cell."""
         self._cells: list[CellSource] = []
@@ -67,9 +65,6 @@ class NotebookFrontend(Frontend):
     def cell_label(self, filename: str) -> str:
         name = getattr(self.shell.compile, "format_code_name", lambda filename: None)(filename)
         return " ".join(name) if name else ""
-
-    def cuda_cell(self) -> str:
-        return self._cuda_cell
 
     def notebook_names(self) -> dict[str, Any] | None:
         names: dict[str, Any] = self.shell.user_ns
@@ -135,15 +130,13 @@ class NotebookFrontend(Frontend):
             socket.close(linger=_LINGER_MS)
 
     def after_cell(self, result: Any) -> None:
-        """Run at the end of each cell: refresh the engine, and note the cell that initialized CUDA."""
+        """Run at the end of each cell: refresh the engine."""
         resume()
         settle_panels(self.wait)
         if self._was_examined:
             self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it
             engine.refresh()
-        if not self._cuda_cell and has_used_cuda():
-            self._cuda_cell = f"cell [{result.execution_count or self.shell.execution_count - 1}]"
 
 
 _LINGER_MS = 1000

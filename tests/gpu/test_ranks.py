@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.gpu import gpus
@@ -105,14 +103,13 @@ def test_ranks_on_the_cpu_use_no_gpu(kernel: Kernel) -> None:
 
 # ------------------------------------------------------------------ CUDA in the notebook
 def test_a_launch_follows_a_kernel_on_the_notebooks_gpu(new_kernel: Kernel) -> None:
-    used = new_kernel.run("x = torch.rand(512, 512, device='cuda')\ny = (x @ x).sum().item()").check()
-    number = used.reply["execution_count"]
+    new_kernel.run("x = torch.rand(512, 512, device='cuda')\ny = (x @ x).sum().item()").check()
     new_kernel.run(f"{PLACES}\nresult = notebook_launcher(place, num_processes=1, view='none')").check()
     assert new_kernel.ask("result[0][:2]") == ("cuda:0", 0)
     refused = new_kernel.run("notebook_launcher(place, num_processes=1, start_method='fork', view='none')")
     assert refused.error == (
-        f"StartError: start_method='fork': CUDA runs in the notebook, started by cell [{number}], and does not work "
-        "after a fork: use start_method='auto'"
+        "StartError: start_method='fork': CUDA runs in the notebook, and does not work after a fork: "
+        "use start_method='auto'"
     )
     spawned = "notebook_launcher(place, num_processes=1, start_method='spawn', view='none')[0][:2]"
     assert new_kernel.ask(spawned) == ("cuda:0", 0)
@@ -120,10 +117,9 @@ def test_a_launch_follows_a_kernel_on_the_notebooks_gpu(new_kernel: Kernel) -> N
 
 def test_a_question_about_cuda_is_noticed_before_a_fork(new_kernel: Kernel) -> None:
     """It initializes the driver, and torch would fail in the ranks."""
-    asked = new_kernel.run("assert torch.cuda.is_available()\nassert not torch.cuda.is_initialized()").check()
+    new_kernel.run("assert torch.cuda.is_available()\nassert not torch.cuda.is_initialized()").check()
     refused = new_kernel.run("notebook_launcher(lambda: None, num_processes=1, start_method='fork', view='none')")
-    named = rf"CUDA runs in the notebook, started by cell \[{asked.reply['execution_count']}\], and does not work"
-    assert re.match(rf"StartError: start_method='fork': {named}", refused.error)
+    assert refused.error.startswith("StartError: start_method='fork': CUDA runs in the notebook")
 
 
 def test_a_notebook_without_cuda_may_be_forked(new_kernel: Kernel) -> None:

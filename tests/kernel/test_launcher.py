@@ -204,21 +204,6 @@ def test_a_filter_of_a_warning_that_a_cell_defines_holds_in_the_ranks(kernel: Ke
     assert cell.value == "['raised', 'raised']"
 
 
-# ------------------------------------------------------------------ fork by name
-def test_fork_is_refused_once_a_cell_has_initialized_cuda(fresh_kernel: Kernel) -> None:
-    fresh_kernel.run("from nblaunch import notebook_launcher\nimport torch").check()
-    started = fresh_kernel.run("torch.cuda.is_initialized = lambda: True").check()  # no GPU needed to say so
-    fresh_kernel.run("'a later cell'").check()
-
-    cell = fresh_kernel.run("notebook_launcher(lambda rank: rank, num_processes=2, start_method='fork')")
-
-    number = started.reply["execution_count"]
-    assert cell.error.startswith(
-        f"StartError: start_method='fork': CUDA runs in the notebook, started by cell [{number}]"
-    )
-    assert "use start_method='auto'" in cell.error
-
-
 # ------------------------------------------------------------------ several
 def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kernel, tmp_path: Path) -> None:
     pids = tmp_path / "pids"

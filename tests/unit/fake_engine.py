@@ -255,7 +255,6 @@ class FakeEngine:
         method: str,
         env: Mapping[str, str],
         named: Sequence[str],
-        cuda_cell: Callable[[], str],
         show: Callable[[str], None] = lambda text: None,
     ) -> str:
         return "scripted"

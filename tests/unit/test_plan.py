@@ -150,7 +150,7 @@ def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
 def test_where_forking_is_unsafe_ranks_are_spawned() -> None:
     with pytest.raises(ArgumentError, match=r"^start_method='forkserver': must be one of 'auto', 'spawn', 'fork'$"):
         planned(machine(platform="darwin"), start_method="forkserver")
-    assert LocalEngine("darwin").usable("auto", {}, (), str) == "spawn"
+    assert LocalEngine("darwin").usable("auto", {}, ()) == "spawn"
 
 
 # ------------------------------------------------------------------ threads
