@@ -157,22 +157,10 @@ class _Gpus:
         nvml.nvmlInit()
         self._nvml = nvml
         every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        entries = visible_devices(self._visible, len(every))
-        by_index = any(isinstance(entry, int) for entry in entries)
-        kinds = {nvml.nvmlDeviceGetName(handle) for handle in every} if by_index and not self._has_nvmls_order else ()
-        if len(kinds) > 1:  # CUDA counts from the fastest, NVML along the bus
+        kinds = {nvml.nvmlDeviceGetName(handle) for handle in every}
+        if len(kinds) > 1 and not self._has_nvmls_order:  # CUDA counts from the fastest, NVML along the bus
             raise LookupError("the order of GPUs of several kinds is only known with CUDA_DEVICE_ORDER=PCI_BUS_ID")
-        return [self._handle(entry, every) for entry in entries]
-
-    def _handle(self, entry: int | str, every: list[Any]) -> Any:
-        if isinstance(entry, int):
-            return every[entry]
-        if entry.startswith("MIG-"):
-            return self._nvml.nvmlDeviceGetHandleByUUID(entry)
-        uuids = [self._nvml.nvmlDeviceGetUUID(handle) for handle in every]  # bytes in old versions of pynvml
-        names = [uuid.decode() if isinstance(uuid, bytes) else str(uuid) for uuid in uuids]
-        (found,) = (handle for handle, name in zip(every, names, strict=True) if name.startswith(entry))
-        return found  # CUDA accepts a unique prefix
+        return [every[index] for index in visible_devices(self._visible, len(every))]
 
     def _memory(self, handle: Any, members: Collection[int]) -> int:
         known = {
@@ -187,28 +175,17 @@ class _Gpus:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
-def visible_devices(variable: str | None, count: int) -> list[int | str]:
-    """Return which of `count` devices ``CUDA_VISIBLE_DEVICES`` names, as CUDA and torch read it.
+def visible_devices(variable: str | None, count: int) -> list[int]:
+    """Return the indices of the devices that ``CUDA_VISIBLE_DEVICES`` names, of `count`; none if it has UUIDs.
 
-    They are indices, or UUIDs of devices (``GPU-…``) or slices (``MIG-…``). The list ends before the first unknown
-    device, and is empty if a device is named twice.
+    As CUDA and torch read it, the list ends before the first unknown device, and is empty if one is named twice.
     """
     if variable is None:
         return list(range(count))
-    found: list[int | str] = []
-    kind = next((kind for kind in ("GPU-", "MIG-") if variable.startswith(kind)), "")
+    found: list[int] = []
     for word in variable.split(","):
-        entry = word.strip() if kind else _index(word.strip())
-        there = entry.startswith(kind) if isinstance(entry, str) else 0 <= entry < count
-        if not there:
+        index = int(word) if word.strip().isdecimal() else count
+        if index >= count:
             break
-        if entry in found:
-            return []
-        found.append(entry)
-    return found
-
-
-def _index(word: str) -> int:
-    """Return the number at the start of a word, as strtoul does; -1 if there is none."""
-    digits = word[: len(word) - len(word.lstrip("0123456789"))]
-    return int(digits) if digits else -1
+        found.append(index)
+    return found if len(set(found)) == len(found) else []

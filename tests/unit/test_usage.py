@@ -109,17 +109,14 @@ def test_a_meter_follows_the_group_that_a_restart_has_made() -> None:
 class FakeNvml:
     """A fake pynvml; the handle of a GPU is its index."""
 
-    def __init__(self, uuids: tuple[str, ...] = ("GPU-aa11", "GPU-ab22"), refuses: str = "") -> None:
-        self.uuids, self.refuses = uuids, refuses
-        self.names = ["H100"] * len(uuids)
-        self.calls: list[str] = []
-        self.processes: dict[Any, list[Any]] = {}
+    def __init__(self) -> None:
+        self.refuses = ""
+        self.names = ["H100"] * 2
+        self.processes: dict[int, list[Any]] = {}
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("nvml"):
-            self.calls.append(name)
-            if name == self.refuses:
-                raise RuntimeError("Not Supported")
+        if name.startswith("nvml") and name == self.refuses:
+            raise RuntimeError("Not Supported")
         return super().__getattribute__(name)
 
     def nvmlInit(self) -> None:  # noqa: N802  # NVML's own names, as for all below
@@ -129,28 +126,22 @@ class FakeNvml:
         pass
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.uuids)
+        return len(self.names)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
-        return uuid
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return self.uuids[handle]
 
     def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
         return self.names[handle]
 
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(gpu={0: 10, 1: 85}.get(handle, 50))
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=(10, 85)[handle])
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
         return self.processes.get(handle, [])
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(used={0: 1000, 1: 2000}.get(handle, 3000))
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(used=(1000, 2000)[handle])
 
 
 @pytest.fixture
@@ -174,10 +165,7 @@ def numbers(visible: str | None, *ranks: int) -> list[tuple[float | None, int | 
         (None, [(0.1, 1000), (0.85, 2000)]),
         ("1,0", [(0.85, 2000), (0.1, 1000)]),
         ("1", [(0.85, 2000), (0.85, 2000)]),
-        ("GPU-ab22,GPU-aa11", [(0.85, 2000), (0.1, 1000)]),
-        ("GPU-ab", [(0.85, 2000), (0.85, 2000)]),
-        ("GPU-a", [(None, None), (None, None)]),
-        ("MIG-cc33", [(0.5, 3000), (0.5, 3000)]),
+        ("GPU-ab22,GPU-aa11", [(None, None), (None, None)]),
         ("", [(None, None), (None, None)]),
     ],
 )
@@ -186,21 +174,13 @@ def test_a_rank_has_the_device_that_torch_gives_it(nvml: FakeNvml, visible: str 
 
 
 @pytest.mark.parametrize(
-    ("order", "visible", "expected"),
-    [
-        ("PCI_BUS_ID", "1", (0.85, 2000)),
-        ("FASTEST_FIRST", "1", (None, None)),
-        (None, None, (None, None)),
-        (None, "GPU-ab22", (0.85, 2000)),
-    ],
+    ("order", "expected"),
+    [("PCI_BUS_ID", (0.85, 2000)), ("FASTEST_FIRST", (None, None)), ("", (None, None))],
 )
-def test_gpus_of_two_kinds_have_figures_in_a_known_order(
-    nvml: FakeNvml, order: str | None, visible: str | None, expected: tuple[Any, Any]
-) -> None:
+def test_gpus_of_two_kinds_have_figures_in_a_known_order(nvml: FakeNvml, order: str, expected: tuple[Any, Any]) -> None:
     """NVML counts along the bus, and CUDA from the fastest: another GPU's figures would be worse than none."""
     nvml.names = ["T4", "H100"]
-    given = {"CUDA_DEVICE_ORDER": order, "CUDA_VISIBLE_DEVICES": visible}
-    env = {name: value for name, value in given.items() if value is not None}
+    env = {"CUDA_DEVICE_ORDER": order, "CUDA_VISIBLE_DEVICES": "1"}
     (usage,) = Sampler(lambda rank: os.getpid(), "cuda", env).sample([0])
     assert (usage.gpu, usage.gpu_memory) == expected
 
@@ -264,16 +244,14 @@ def test_without_nvml_there_are_no_numbers_of_gpus(monkeypatch: pytest.MonkeyPat
         ("", []),
         ("-1", []),
         ("2", [2]),
-        ("1gpu2,2ampere", [1, 2]),
+        ("3, 1", [3, 1]),
         ("0,-1,2", [0]),
         ("0,0", []),
-        ("GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"]),
-        ("GPU-aa,GPU-aa", []),
         ("0,GPU-aa", [0]),
     ],
 )
 def test_visible_devices_are_read_as_torch_reads_them(
-    variable: str | None, devices: list[int | str], monkeypatch: pytest.MonkeyPatch
+    variable: str | None, devices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
