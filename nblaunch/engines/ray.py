@@ -35,6 +35,11 @@ from nblaunch.wire.link_messages import Boot, Proof
 
 RAY_CONNECT_TIMEOUT_S = 60.0
 """For Ray's driver to connect to its cluster: it imports Ray first."""
+_OF_WORKERS = {
+    *("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_CLIENT_MODE"),
+    *("RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID", "SPT_NOENV"),
+}
+"""Variables that Ray sets in every worker. The others, such as the visible accelerators, are for agents too."""
 _MAX_SAID = 2000
 """Bytes of an agent's stderr, and characters of Ray's errors."""
 RAY_PROBE_TIMEOUT_S = 5.0
@@ -229,16 +234,7 @@ class AgentActor:
 
     def run(self, python: str, boot_line: str) -> tuple[str, int, str]:
         """Run an agent until it exits; return the node's host name, the status, and the end of the agent's stderr."""
-        born = {}
-        with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:  # no /proc
-            pairs = [os.fsdecode(pair).partition("=") for pair in file.read().split(b"\0") if pair]
-            born = {name: value for name, _, value in pairs}
-        env = dict(os.environ)  # with the accelerators that this actor may use
-        for name in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT"):  # set in every worker; ranks have their own
-            env.pop(name, None)
-            env.update({name: born[name]} if name in born else {})
-        for name in ("RAY_CLIENT_MODE", "RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID", "SPT_NOENV"):
-            env.pop(name, None)  # they describe this worker
+        env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS}
         with tempfile.TemporaryFile() as errors:
             try:
                 agent = subprocess.Popen(
@@ -346,16 +342,12 @@ class Driver:
 
         if self._is_placed:
             return ""
-        bundle, count = _bundle(self.request), self.request.count
+        bundle, free = _bundle(self.request), ray.available_resources()
         fit = [n for n in self._nodes() if all(n["Resources"].get(name, 0) >= most for name, most in bundle.items())]
-        free = ray.available_resources()
-        units = [_amount(free.get(name, 0), name) for name in bundle]
-        asked = " and ".join(_amount(most, name) for name, most in bundle.items())
-        nodes = "1 node" if count == 1 else f"{count} nodes"
-        return (
-            f"ray: waiting for {nodes} with {asked}{' each' if count > 1 else ''}; the cluster has "
-            f"{len(fit)} such node{'s' * (len(fit) != 1)}, and in all {' and '.join(units)} free"
-        )
+        asked = ", ".join(f"{name}: {most:g}" for name, most in bundle.items())
+        left = ", ".join(f"{name}: {free.get(name, 0):g}" for name in bundle)
+        count = self.request.count
+        return f"ray: waiting for nodes: {count} with {asked}; the cluster has {len(fit)}; free in all: {left}"
 
     def _problem(self) -> str:
         import ray
@@ -389,10 +381,6 @@ def most_gpus(counts: Sequence[int], agents: int) -> int:
 def _bundle(request: RayRequest) -> dict[str, float]:
     asked = {"CPU": request.num_cpus, "GPU": request.num_gpus or 0, **request.resources}
     return {name: most for name, most in asked.items() if most}
-
-
-def _amount(number: float, name: str) -> str:
-    return f"{number:g} {name}{'s' * (number != 1 and name in ('CPU', 'GPU'))}"
 
 
 def main() -> NoReturn:

@@ -48,9 +48,7 @@ def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCl
     try:
         starter.start(NO_KERNEL)
         eventually(starter.state, 20)
-        assert starter.state() == (
-            "ray: waiting for 3 nodes with 1 CPU each; the cluster has 2 such nodes, and in all 2 CPUs free"
-        )
+        assert starter.state() == "ray: waiting for nodes: 3 with CPU: 1; the cluster has 2; free in all: CPU: 2"
         assert ray_nodes.look()["groups"] == ["PENDING"]
         assert starter.problem() == ""
     finally:
