@@ -261,7 +261,8 @@ def _descriptors() -> dict[str, int]:
         kinds[kind] = kinds.get(kind, 0) + 1
     for server in servers.all():
         kinds["socket"] = kinds.get("socket", 0) - (server.channel.fileno() >= 0)
-    return {kind: count for kind, count in kinds.items() if not kind.startswith("/memfd:nblaunch-stderr")}  # a server's
+        kinds["a nameless file"] = kinds.get("a nameless file", 0) - (not server._errors.closed)
+    return kinds
 
 
 def is_log_lock(target: str) -> bool:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nblaunch.errors import StartError, warn
-from nblaunch.machine import named_resources, processes, segments, timeouts
+from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import (
     KNOWN_SAFE,
@@ -154,8 +155,7 @@ class ForkServer:
         self.installed = installed_now()
         with contextlib.ExitStack() as undo:
             try:
-                errors = segments.create_file(name="nblaunch-stderr").leave_writable()
-                self._errors = undo.enter_context(os.fdopen(errors, "w+b"))
+                self._errors = undo.enter_context(tempfile.TemporaryFile())
                 self.channel, there = channel_pair()
                 undo.callback(self.channel.close)
                 with there:

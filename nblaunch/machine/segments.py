@@ -45,7 +45,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 # ------------------------------------------------------------------ anonymous files
 class Draft:
-    """A file that is being written. End with `seal`, `leave_writable` or `close`."""
+    """A file that is being written. End with `seal` or `close`."""
 
     def __init__(self, fd: int, reader: int | None = None) -> None:
         self.fd, self._reader = fd, reader
@@ -60,26 +60,22 @@ class Draft:
         os.close(self.fd)
         return self._reader
 
-    def leave_writable(self) -> int:
-        """Return the descriptor, for a file that its receivers write to."""
+    def close(self) -> None:
+        os.close(self.fd)
         if self._reader is not None:
             os.close(self._reader)
-        return self.fd
-
-    def close(self) -> None:
-        os.close(self.leave_writable())
 
 
-def create_file(name: str = "nblaunch") -> Draft:
+def create_file() -> Draft:
     """Open an anonymous file for writing."""
     try:
-        return Draft(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        return Draft(os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except AttributeError:
         pass  # macOS
     except OSError as error:  # EPERM by seccomp, ENOSYS, EACCES by a sysctl
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
-    fd, path = tempfile.mkstemp(prefix=f"{name}-")
+    fd, path = tempfile.mkstemp(prefix="nblaunch-")
     try:
         reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -273,31 +272,6 @@ def test_a_fork_server_that_failed_is_tried_again(
     else:
         monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
     assert own.usable("forkserver") == "forkserver"
-
-
-def test_a_variable_that_no_process_can_be_given_is_named(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOO_LONG", "x" * 200_000)
-    with pytest.raises(
-        StartError,
-        match=r"^the fork server could not be started: .*Argument list too long.*: the environment variable TOO_LONG "
-        r"has 200,000 characters: del os\.environ\['TOO_LONG'\]$",
-    ):
-        own.warm_up()
-
-
-def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> NoReturn:
-        raise FileNotFoundError("no usable temporary directory")
-
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
-    server = ForkServer(())
-    try:
-        assert server.ready().problem == ""
-    finally:
-        server.stop()
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(StartError, match=r"^the fork server could not be started: no usable temporary directory$"):
-        ForkServer(())
 
 
 def test_variables_that_c_libraries_read_once_select_the_server() -> None:
