@@ -44,8 +44,6 @@ _SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "tor
 toolkit takes 0.1 to 0.2 s in each rank that uses it."""
 MAX_ENV_SERVERS = 2
 """Servers with an environment of their own (``env=``), 150 MB each. Servers that launches wait for do not count."""
-MAX_SERVER_TRIES = 5
-"""Servers that a launch waits for, if other threads retire one after the other."""
 _READ_AT_IMPORT = (
     "TORCH",
     "PYTORCH",
@@ -395,7 +393,7 @@ class Servers:
 
     def _ready(self, find: Callable[[], ForkServer]) -> tuple[ForkServer, str]:
         """Wait for a server; return it, and why it cannot be used. One that another thread retires does not count."""
-        for _ in range(MAX_SERVER_TRIES):
+        while True:
             server = find()
             try:
                 server.ready()
@@ -403,7 +401,6 @@ class Servers:
             except StartError as error:
                 if self.has_place(server):
                     return server, str(error)
-        return server, f"it was replaced {MAX_SERVER_TRIES} times before it was ready"
 
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:

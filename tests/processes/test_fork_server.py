@@ -157,16 +157,6 @@ def test_a_launch_says_that_it_waits_for_an_import_of_torch(own: Servers) -> Non
     assert len(shown) == 2
 
 
-def test_a_launch_whose_servers_are_all_given_up_is_spawned(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    def given_up_meanwhile(server: ForkServer) -> NoReturn:
-        own.give_up(server)
-        raise StartError("retired")
-
-    monkeypatch.setattr(ForkServer, "ready", given_up_meanwhile)
-    with pytest.warns(UserWarning, match=r"so ranks are spawned, .* it was replaced 5 times before it was ready"):
-        assert own.usable("forkserver") == "spawn"
-
-
 def test_concurrent_environments_keep_their_own_servers(
     own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
