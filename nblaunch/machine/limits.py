@@ -72,15 +72,11 @@ def remedy(error: OSError) -> str:
     return ""
 
 
-def process_advice(count: int = 0) -> str:
-    """Return the limits of processes and threads that this process is under, and what to do if one is reached.
-
-    `count` is how many more were wanted; 0: unknown.
-    """
+def process_advice() -> str:
+    """Return the limits of processes and threads that this process is under, and what to do if one is reached."""
     found = [f"{name} is {limit}" for name, limit in _process_limits().items()] or ["ulimit -u, or a cgroup's pids.max"]
-    wanted = f"{count} more processes and threads" if count else "no more processes or threads"
     return (
-        f"{wanted} {'cannot' if count else 'can'} be started ({'; '.join(found)}): "
+        f"no more processes or threads can be started ({'; '.join(found)}): "
         "end processes that you do not need, use fewer ranks, DataLoader workers or threads, or raise the limit"
     )
 
@@ -102,7 +98,7 @@ def refused_threads(count: int) -> str:
     """
     left = [limit[0] - used[0] for limit, used in _pids() if used]
     if min(left, default=count) < count:
-        return process_advice(count)
+        return process_advice()
     if _user_limit() >= _HIGH_LIMIT:
         return ""
     before, over = thread_count(), threading.Event()
@@ -110,7 +106,7 @@ def refused_threads(count: int) -> str:
         for _ in range(count):
             _thread.start_new_thread(over.wait, ())  # `threading` must list the user's threads only
     except RuntimeError:
-        return process_advice(count)
+        return process_advice()
     finally:
         over.set()
         deadline = time.monotonic() + _THREADS_END_S

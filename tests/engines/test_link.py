@@ -159,11 +159,12 @@ def test_a_broken_connection_is_a_lost_node(kernel: Kernel) -> None:
     works(kernel)
 
 
-def test_an_urgent_message_overtakes_a_flood(kernel: Kernel) -> None:
-    def flood() -> Iterator[tuple[object, list[bytes]]]:
-        while True:
-            yield "data", [bytes(1 << 18)]
+def flood() -> Iterator[tuple[object, list[bytes]]]:
+    while True:
+        yield "data", [bytes(1 << 18)]
 
+
+def test_an_urgent_message_overtakes_a_flood(kernel: Kernel) -> None:
     agent = Speaker(kernel.link.boot)
     agent.join()
     eventually(lambda: kernel.joined)
@@ -179,10 +180,6 @@ def test_an_urgent_message_overtakes_a_flood(kernel: Kernel) -> None:
 
 
 def test_a_peer_that_does_not_read_stalls_no_other(kernel: Kernel) -> None:
-    def flood() -> Iterator[tuple[object, list[bytes]]]:
-        while True:
-            yield "data", [bytes(1 << 18)]
-
     deaf, agent = Speaker(kernel.link.boot, rcvhwm=1), Speaker(kernel.link.boot)
     deaf.join()
     eventually(lambda: len(kernel.joined) == 1)

@@ -42,10 +42,6 @@ def summed() -> float:
     return float(total)
 
 
-def torchelastic() -> tuple[bool, str | None]:
-    return dist.is_torchelastic_launched(), os.environ.get("TORCHELASTIC_RUN_ID")
-
-
 class Unsolvable(Exception):  # noqa: N818  # a name of the user's
     rank: int  # which the notebook's side adds
 
@@ -131,7 +127,9 @@ def server_pid() -> int:
 # ------------------------------------------------------------------ torchrun's variables
 @conformance("forkserver", "fork")
 def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
-    for rank, env in enumerate(launch(environment, num_processes=3)):
+    variables = list(launch(environment, num_processes=3))
+    assert len({env["TORCHELASTIC_RUN_ID"] for env in variables}) == 1  # by it libraries know torchelastic
+    for rank, env in enumerate(variables):
         expected = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
             "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "ROLE_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "1",
@@ -142,13 +140,6 @@ def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
         }  # fmt: skip
         assert {name: env.get(name) for name in expected} == expected
         assert 0 < int(env["MASTER_PORT"]) < 65536
-
-
-def test_libraries_take_a_launch_for_torchelastics(launch: Launcher) -> None:
-    first, second = list(launch(torchelastic)), list(launch(torchelastic))
-    assert first[0] == first[1]
-    assert first[0][0] is True
-    assert first[0][1] != second[0][1]
 
 
 def test_torchs_record_writes_its_file_and_the_error_is_raised(launch: Launcher, tmp_path: Path) -> None:

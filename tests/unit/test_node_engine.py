@@ -9,7 +9,6 @@ import pytest
 
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.protocol import GivenUpError
-from nblaunch.errors import StartError
 from nblaunch.wire.link_messages import Boot, Proof
 from tests.conftest import eventually
 
@@ -116,10 +115,3 @@ def test_a_release_ends_every_wait(starter: Starter, engine: NodeEngine) -> None
         waiter.join(10)
         assert isinstance(waiter.error, GivenUpError)
     assert starter.started == 1
-
-
-def test_an_address_that_is_none_is_the_error(starter: Starter, engine: NodeEngine) -> None:
-    starter.addresses = lambda check: ["no.such.host.invalid"]  # type: ignore[method-assign]
-    with pytest.raises(StartError, match=r"^no route to no\.such\.host\.invalid"):
-        engine.machines(print)
-    assert not starter.started
