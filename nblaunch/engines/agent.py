@@ -266,7 +266,7 @@ class AgentGroup:
 
     def _refuse(self, reason: str, rank: int = -1) -> None:
         """Report that ranks could not be started, or do not get their task."""
-        self._send([(FromGroup(self.group, NotStarted(rank, reason)), ())], at_once=True)
+        self._outbox.put(FromGroup(self.group, NotStarted(rank, reason)))
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         self._by_rank = {worker.rank: worker for worker in self.workers.start(environments.__getitem__)}
@@ -346,20 +346,22 @@ class AgentGroup:
         self._is_reading.difference_update(ranks)
         yield from self._files.unsent(ranks)
 
-    def _send(self, messages: Iterable[Message], *, at_once: bool = False) -> None:
-        self._outbox.put_in(self.group, messages, goes_first=at_once)
+    def _send(self, messages: Iterable[Message]) -> None:
+        self._outbox.put_in(self.group, messages)
 
-    def _tell(self, method: str, *arguments: object, at_once: bool = False) -> None:
-        self._send([(Call(self.group, method, arguments), ())], at_once=at_once)
+    def _tell(self, method: str, *arguments: object) -> None:
+        """Call a method of the kernel's group, before what waits in the lane."""
+        self._outbox.put(Call(self.group, method, arguments))
 
     def _send_event(self, event: Event) -> None:
         if isinstance(event, Received):
-            is_end = isinstance(event.message, (Done, Failed))
-            if is_end:
-                self._send(self._files.unsent([event.rank]))
+            if not isinstance(event.message, (Done, Failed)):  # which alone may have a parcel
+                self._outbox.put(FromRank(self.group, event.rank, event.message))
+                return
+            self._send(self._files.unsent([event.rank]))
             messages = self._with_parcel(event)
             weakref.finalize(messages, event.parcel.close)  # also if the lane is dropped before it comes to them
-            self._send(messages, at_once=not is_end)
+            self._send(messages)
             return
         if isinstance(event, LostDescriptors):
             reason = event.error.strerror or str(event.error)
@@ -388,10 +390,10 @@ class AgentGroup:
             stacks = self._by_rank[rank].stacks
             if stacks.is_ready and rank not in self._known_stacks:
                 self._known_stacks.add(rank)
-                self._tell("stacks", rank, stacks.main, None, at_once=True)
+                self._tell("stacks", rank, stacks.main, None)
             if stacks.look(now):
                 self._asked.discard(rank)
-                self._tell("stacks", rank, stacks.main, stacks.dump, at_once=True)
+                self._tell("stacks", rank, stacks.main, stacks.dump)
 
     # -------------------------------------------------------------- what is measured
     def _observe(self, now: float) -> None:
@@ -404,7 +406,7 @@ class AgentGroup:
         if (dropped, begun) != self._observed or usage is not None:
             self._observed = dropped, begun
             aged = {rank: list(map(in_other_clock, each)) for rank, each in begun.items()}
-            self._tell("observed", dropped, aged, usage, at_once=True)
+            self._tell("observed", dropped, aged, usage)
 
     # -------------------------------------------------------------- the end
     def close(self) -> None:

@@ -11,8 +11,8 @@ unpickles what an agent sends, so with Slurm an agent also sends a credential of
 identity: the keys alone open nothing. Without munge, and with Ray without TLS, who reads the keys can pose as an agent.
 
 Data and logs travel in pieces, and ZeroMQ holds few messages for each agent: what waits is not yet read from its file.
-Urgent messages, such as an interrupt, pass all others. Each group has a lane, where a rank's last lines come before its
-result; what must not wait behind logs goes first. Lanes take turns.
+Urgent messages, such as an interrupt, pass all others, and so does what must not wait behind logs. Each group has a
+lane, where a rank's last lines come before its result. Lanes take turns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ Message = tuple[object, Sequence[Part]]
 """A message, and the bytes beside it."""
 Source = tuple[Iterator[Message], Callable[[str], None]]
 """Of messages, and what is called with the reason if it fails."""
-Lanes = dict[str, deque[Source]]
 LINK_BEAT_S = 1.0
 """Between two of ZeroMQ's heartbeats on a link between machines, in both directions."""
 LINK_CONNECT_TIMEOUT_S = 20.0
@@ -86,15 +85,12 @@ class Outbox:
     """What waits to be sent to one peer: urgent messages first, then the lanes in turn. Used from one thread.
 
     A lane keeps the order of its messages. What it holds is read when its turn comes: a result of 1 GB is never in
-    memory twice, and a peer that does not read stalls nothing else. Some messages of a lane go before all others of all
-    lanes.
+    memory twice, and a peer that does not read stalls nothing else.
     """
 
     def __init__(self) -> None:
         self._urgent: deque[list[Part]] = deque()
-        self._first: Lanes = {}
-        """What goes before all in `_lanes`."""
-        self._lanes: Lanes = {}
+        self._lanes: dict[str, deque[Source]] = {}
 
     def put(self, message: object) -> None:
         self.put_encoded(encoded(message))
@@ -108,23 +104,19 @@ class Outbox:
         lane: str,
         messages: Iterable[Message],
         on_error: Callable[[str], None] = lambda reason: None,
-        *,
-        goes_first: bool = False,
     ) -> None:
-        """Queue messages behind those that the lane holds, or with `goes_first` before all that do not.
+        """Queue messages behind those that the lane holds.
 
         The source is read when its turn comes. If it fails, `on_error` is called with the reason.
         """
-        lanes = self._first if goes_first else self._lanes
-        lanes.setdefault(lane, deque()).append((iter(messages), on_error))
+        self._lanes.setdefault(lane, deque()).append((iter(messages), on_error))
 
     def drop(self, lane: str) -> None:
-        self._first.pop(lane, None)
         self._lanes.pop(lane, None)
 
     @property
     def is_empty(self) -> bool:
-        return not (self._urgent or self._first or self._lanes)
+        return not (self._urgent or self._lanes)
 
     def flush(self, send: Callable[[list[Part]], None]) -> None:
         """Send a few messages, as far as `send` does not raise `zmq.Again`."""
@@ -141,9 +133,9 @@ class Outbox:
     def _next(self) -> list[Part] | None:
         if self._urgent:
             return self._urgent.popleft()
-        while lanes := self._first or self._lanes:
-            name, lane = next(iter(lanes.items()))
-            lanes[name] = lanes.pop(name)  # the other lanes come first next time
+        while self._lanes:
+            name, lane = next(iter(self._lanes.items()))
+            self._lanes[name] = self._lanes.pop(name)  # the other lanes come first next time
             source, on_error = lane[0]
             try:
                 return encoded(*next(source))
@@ -154,7 +146,7 @@ class Outbox:
                 lane.popleft()
                 on_error(f"{type(error).__name__}: {error}")
             if not lane:
-                lanes.pop(name, None)
+                self._lanes.pop(name, None)
         return None
 
 

@@ -70,16 +70,6 @@ def test_lanes_take_turns_and_each_keeps_its_order() -> None:
     assert {lane for lane, _ in found[:2]} == {"a", "b"}
 
 
-def test_what_goes_first_overtakes_all_lanes() -> None:
-    outbox, connection = Outbox(), Connection(5)
-    outbox.put_in("a", endless())
-    flushed(outbox, connection)
-    outbox.put_in("a", [("progress", ()), ("more", ())], goes_first=True)
-    outbox.put_in("a", [("result", ())])
-    connection.room = 3
-    assert flushed(outbox, connection) == [5, "progress", "more"]
-
-
 def test_a_source_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> Iterator[tuple[object, list[bytes]]]:
         yield "first", []
