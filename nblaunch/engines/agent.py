@@ -262,11 +262,11 @@ class AgentGroup:
                 target = self.workers if call.rank is None else self._by_rank[call.rank]
                 getattr(target, call.method)(*call.arguments)
         except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
-            self._refuse(str(error) or repr(error), -1 if call.rank is None else call.rank)
+            self._refuse(error, -1 if call.rank is None else call.rank)
 
-    def _refuse(self, reason: str, rank: int = -1) -> None:
+    def _refuse(self, error: Exception, rank: int = -1) -> None:
         """Report that ranks could not be started, or do not get their task."""
-        self._outbox.put(FromGroup(self.group, NotStarted(rank, reason)))
+        self._outbox.put(FromGroup(self.group, NotStarted(rank, str(error) or repr(error))))
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         self._by_rank = {worker.rank: worker for worker in self.workers.start(environments.__getitem__)}
@@ -279,7 +279,7 @@ class AgentGroup:
 
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[Blob]) -> None:
         self._waiting.append((tasks, parcel))
-        self._hand_out()
+        self.hand_out()
 
     def interrupt(self, rank: int, task: int) -> None:
         if task > self._task:  # its data are still on their way
@@ -301,27 +301,23 @@ class AgentGroup:
     def hand_out(self) -> None:
         """Send the tasks whose blobs have arrived; refuse those whose blobs cannot be kept here."""
         try:
-            self._hand_out()
+            while self._waiting:
+                sent, parcel = self._waiting[0]
+                if lost := [self._blobs.lost[blob.key] for blob in parcel if blob.key in self._blobs.lost]:
+                    self._waiting.clear()
+                    raise OSError(f"{socket.gethostname()} cannot keep the data: {lost[0]}")
+                if not all(blob.key in self._blobs for blob in parcel):
+                    return
+                del self._waiting[0]
+                folders = [str(self._files.directory(task.log_dir)) if task.log_dir else "" for task in sent]
+                tasks = [replace(task, log_dir=folder) for task, folder in zip(sent, folders, strict=True)]
+                self._task = max(task.task for task in tasks)
+                self.workers.send_tasks(tasks, [self._blobs.descriptor(blob.key) for blob in parcel])
+                for rank, task in self._interrupts.items():
+                    self._by_rank[rank].interrupt(task)
+                self._interrupts.clear()
         except Exception as error:  # noqa: BLE001  # as in `call`
-            self._refuse(str(error) or repr(error))
-
-    def _hand_out(self) -> None:
-        while self._waiting:
-            sent, parcel = self._waiting[0]
-            if lost := [self._blobs.lost[blob.key] for blob in parcel if blob.key in self._blobs.lost]:
-                self._waiting.clear()
-                raise OSError(f"{socket.gethostname()} cannot keep the data: {lost[0]}")
-            if not all(blob.key in self._blobs for blob in parcel):
-                return
-            del self._waiting[0]
-            tasks = [
-                replace(task, log_dir=str(self._files.directory(task.log_dir)) if task.log_dir else "") for task in sent
-            ]
-            self._task = max(task.task for task in tasks)
-            self.workers.send_tasks(tasks, [self._blobs.descriptor(blob.key) for blob in parcel])
-            for rank, task in self._interrupts.items():
-                self._by_rank[rank].interrupt(task)
-            self._interrupts.clear()
+            self._refuse(error)
 
     # -------------------------------------------------------------- to the kernel
     def step(self, now: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
-import logging
 import os
 import secrets
 import selectors
@@ -65,7 +64,6 @@ from nblaunch.wire.messages import (
 )
 from nblaunch.wire.tables import Begun, CollectiveTable, Dropped, DropTable
 
-_log = logging.getLogger(__name__)
 _OWN_THREADS = 6
 """Of this process: the rendezvous', the panel's, the cache's, pyzmq's, and two to spare. If the first is refused, torch
 aborts the process."""

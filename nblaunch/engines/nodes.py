@@ -206,7 +206,7 @@ class Nodes:
         """
         own = [os.dup(fd) for fd in fds]
         messages = self._with_data(node, lane, own, build)
-        weakref.finalize(messages, _close, own)  # also if the lane is dropped before it comes to them
+        weakref.finalize(messages, Descriptors(own).close)  # also if the lane is dropped before it comes to them
         self.link.send_in(node.peer, lane, messages, on_error)
 
     def _with_data(
@@ -294,11 +294,6 @@ class Nodes:
 def _natural(name: str) -> tuple[str | int, ...]:
     """Return a key that sorts n2 before n10."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _blob_of(fd: int) -> Blob:
@@ -526,9 +521,6 @@ class NodeWorkers:
     def _task_call(self, tasks: Sequence[Task], blobs: Sequence[Blob]) -> Call:
         return Call(self._name, "send_tasks", [tasks, blobs])
 
-    def _send(self, node: Node, message: ToGroup) -> None:
-        self._nodes.link.send(node.peer, message)
-
     def _call(
         self, node: Node, method: str, *arguments: object, rank: int | None = None, in_order: bool = False
     ) -> None:
@@ -537,7 +529,7 @@ class NodeWorkers:
         if in_order:
             self._nodes.link.send_in(node.peer, self._name, [(call, ())])
         else:
-            self._send(node, call)
+            self._nodes.link.send(node.peer, call)
 
     def _fail(self, node: Node, reason: str) -> None:
         """Report that a node does not get the task. In the thread of the link."""
@@ -707,7 +699,7 @@ class NodeWorkers:
             self._is_closed = True
         for node in self._used:
             self._nodes.link.act(partial(node.peer.outbox.drop, self._name))
-            self._send(node, Release(self._name))
+            self._nodes.link.send(node.peer, Release(self._name))
         self._nodes.remove(self._name)
         for event in self.drain():
             if isinstance(event, Received):

@@ -182,14 +182,14 @@ def channel_pair() -> tuple[Channel, socket.socket]:
     return Channel(here), there
 
 
-def readable(source: FileDescriptorLike, seconds: float | None = 0.0) -> bool:
-    """Return True if `source` is readable or at EOF, waiting up to `seconds` (None: forever).
+def readable(source: FileDescriptorLike, seconds: float = 0.0) -> bool:
+    """Return True if `source` is readable or at EOF, waiting up to `seconds`.
 
     ``select.select`` rejects descriptors from 1024 on, and a selector needs a descriptor of its own.
     """
     ready = select.poll()
     ready.register(source, select.POLLIN)
-    return bool(ready.poll(None if seconds is None else seconds * 1000))
+    return bool(ready.poll(seconds * 1000))
 
 
 def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
