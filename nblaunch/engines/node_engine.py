@@ -105,7 +105,8 @@ class NodeEngine:
             check()
             if self._nodes is not None and not self._nodes.is_whole:
                 if self._nodes.groups:
-                    raise StartError(f"{self._lost()}; launches or sessions still run on the others: end them first")
+                    lost = [f"node {n.machine.name} is lost: {n.problem}" for n in self._nodes.joined if n.problem]
+                    raise StartError(f"{'; '.join(lost)}; launches or sessions still run on the others: end them first")
                 self._release()
             if self._nodes is None:
                 self._start(show, check)
@@ -147,10 +148,6 @@ class NodeEngine:
             f"{NODES_START_TIMEOUT_S:.0f} s ({joined}). Can they reach {nodes.link.boot.endpoint}? "
             "NBLAUNCH_ADDRESS chooses another address of this machine"
         )
-
-    def _lost(self) -> str:
-        assert self._nodes is not None
-        return "; ".join(f"node {n.machine.name} is lost: {n.problem}" for n in self._nodes.joined if n.problem)
 
     def _release(self) -> None:
         nodes, self._nodes = self._nodes, None

@@ -165,11 +165,9 @@ class RayStarter:
     def _write(self, message: dict[str, Any]) -> None:
         assert self._driver is not None
         assert self._driver.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has exited: `_read` says why
             self._driver.stdin.write(json.dumps(message).encode() + b"\n")
             self._driver.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has exited: `_read` says why
 
     def _read(self, seconds: float = 0.0) -> None:
         """Read what the driver has written, waiting up to `seconds` for it."""

@@ -49,7 +49,8 @@ class SlurmStarter(CommandStarter):
                 instead = "use num_nodes= (--nodes)" if option in ("-N", "--nodes") else "nblaunch sets it"
                 raise ArgumentError(f"engine='slurm {' '.join(words)}': {option}: {instead}")
         self._words = list(words)
-        self._allocation = "" if _names_job(words) else os.environ.get("SLURM_JOB_ID", "")
+        names_job = any(word.startswith("--jobid") for word in words)
+        self._allocation = "" if names_job else os.environ.get("SLURM_JOB_ID", "")
         held = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if self._allocation else 0
         self.count = num_nodes or held or 1
         if self._allocation and self.count > held:
@@ -123,10 +124,6 @@ def options_of(words: Sequence[str]) -> list[tuple[str, ...]]:
         else:
             options.append((word,))
     return options
-
-
-def _names_job(words: Sequence[str]) -> bool:
-    return any(word.startswith("--jobid") for word in words)
 
 
 def _answer(*command: str) -> str:
