@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nblaunch.errors import StartError, warn
-from nblaunch.machine import named_resources, processes, timeouts
+from nblaunch.machine import named_resources, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import (
     KNOWN_SAFE,
@@ -230,9 +230,7 @@ class ForkServer:
         return False
 
     def state(self) -> str:
-        held = processes.memory_of(self.process.pid)
-        count = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
-        return f"pid {self.process.pid}, {count}" + (f", {held / 1e6:.0f} MB" if held else "")
+        return f"pid {self.process.pid}, {self.launches} launch{'' if self.launches == 1 else 'es'}"
 
     def described(self) -> str:
         if self.problem:

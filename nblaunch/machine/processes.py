@@ -142,14 +142,6 @@ def has_children() -> bool:
     return True
 
 
-def memory_of(pid: int) -> int:
-    """Return the bytes that a process holds, with its part of what several share; 0: unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-    return 0
-
-
 def descendants(root: int, spare: Callable[[int], bool] | None = None) -> list[int]:
     """Return all descendants of `root`, zombies included; leave out the subtrees that `spare` returns True for."""
     parents = parents_of_all()

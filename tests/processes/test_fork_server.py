@@ -126,9 +126,7 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
             own.reaper("forkserver")
     assert present_server(own) is server
     own.reaper("forkserver").channel.close()
-    found = re.fullmatch(r"fork server: pid \d+, 1 launch, (\d+) MB, ready after [\d.]+ s", own.status()[0])
-    assert found is not None
-    assert 5 < int(found[1]) < 1000
+    assert re.fullmatch(r"fork server: pid \d+, 1 launch, ready after [\d.]+ s", own.status()[0])
 
 
 def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
