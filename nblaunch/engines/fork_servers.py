@@ -352,15 +352,14 @@ class Servers:
         self.__init__()  # type: ignore[misc]  # the lock may be held by a thread of the parent
         self._inherited = inherited  # Popen.__del__ would warn of a running process
 
-    def preload(self, modules: Sequence[str], where: Where | None = None, *, again: bool = False) -> None:
+    def preload(self, modules: Sequence[str], where: Where | None = None) -> None:
         """Import modules ahead of later launches, besides those that the notebook imports.
 
-        `where` is where launches will run, if none has run yet. With `again`, modules that could not be imported before
-        are tried again, as they are after an installation.
+        With `where`, in which launches will run if none has run yet, what could not be imported is tried again.
         """
         with self._lock:
             self._named.update(dict.fromkeys(modules))
-            for name in modules if again else ():
+            for name in modules if where is not None else ():
                 self._left_out.pop(package_of(name), None)
             if not self._last and where is not None:
                 self._last = [where, where]

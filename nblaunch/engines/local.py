@@ -126,7 +126,7 @@ class LocalEngine:
 
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
         where = None if env is None else Where(env, this_process().cwd, named)
-        servers.preload(modules, where, again=where is not None)
+        servers.preload(modules, where)
 
     def status(self) -> list[str]:
         return servers.status()

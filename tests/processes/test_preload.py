@@ -186,7 +186,7 @@ def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Serve
         own.preload(["fails"])
         served(own)
         assert tries.read_text() == "."
-    own.preload(["fails"], again=True)
+    own.preload(["fails"], Where.here())
     served(own)
     assert tries.read_text() == ".."
 
