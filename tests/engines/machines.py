@@ -37,12 +37,7 @@ class KnownMachine:
 
 
 class Machine(KnownMachine):
-    """One machine. `close` ends every process in it.
-
-    Args:
-        cluster: The bridge that it is plugged into.
-        number: From 1; the end of its address.
-    """
+    """One machine of a cluster, with this number at the end of its address. `close` ends every process in it."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         name, address = f"n{number}", f"{cluster.network}.{number}"
@@ -120,11 +115,7 @@ class Machine(KnownMachine):
 
 
 class Cluster:
-    """A bridge, and machines on it.
-
-    Args:
-        count: The number of machines.
-    """
+    """A bridge, and so many machines on it."""
 
     def __init__(self, count: int) -> None:
         for program in _PROGRAMS:

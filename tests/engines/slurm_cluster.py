@@ -98,11 +98,7 @@ class Munge:
 
 
 class SlurmCluster:
-    """See the module.
-
-    Args:
-        cluster: The machines.
-    """
+    """See the module."""
 
     def __init__(self, cluster: Cluster) -> None:
         for program in _PROGRAMS:

@@ -31,11 +31,7 @@ Host {name}
 
 
 class SshHosts:
-    """See the module.
-
-    Args:
-        cluster: The machines.
-    """
+    """See the module."""
 
     def __init__(self, cluster: Cluster) -> None:
         sshd = shutil.which("sshd", path="/usr/sbin")

@@ -22,14 +22,7 @@ _IS_REAL = "NBLAUNCH_REAL_PLATFORMS"
 
 @dataclass(frozen=True)
 class Platform:
-    """A platform, by its file.
-
-    Attributes:
-        name: Of the file.
-        pins: Its packages.
-        python: Its version of Python.
-        torch: Its version of torch.
-    """
+    """A platform, by its file: the packages that it pins, and its versions of Python and torch."""
 
     name: str
     pins: dict[str, str]

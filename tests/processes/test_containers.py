@@ -76,10 +76,6 @@ def limited(processes: int, home: Path) -> list[str]:
     """Return the words to put before a command that runs with this ``ulimit -u``, as a user who has no other process.
 
     The limit does not hold for root. The user may read what root may: this checkout, and the Python.
-
-    Args:
-        processes: The limit.
-        home: A folder for the user's files.
     """
     user, may_read = 61_000 + os.getpid() % 4_000, "+dac_read_search,+dac_override"
     os.chown(home, user, user)
