@@ -35,10 +35,15 @@ from nblaunch.wire.link_messages import Boot, Proof
 
 RAY_CONNECT_TIMEOUT_S = 60.0
 """For Ray's driver to connect to its cluster: it imports Ray first."""
-_OF_WORKERS = {
-    *("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_CLIENT_MODE"),
-    *("RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID", "SPT_NOENV"),
-}
+_OF_WORKERS = (
+    "OMP_NUM_THREADS",
+    "PYTHONBREAKPOINT",
+    "RAY_CLIENT_MODE",
+    "RAY_JOB_ID",
+    "RAY_LD_PRELOAD_ON_WORKERS",
+    "RAY_RAYLET_PID",
+    "SPT_NOENV",
+)
 """Variables that Ray sets in every worker. The others, such as the visible accelerators, are for agents too."""
 _MAX_SAID = 2000
 """Bytes of an agent's stderr, and characters of Ray's errors."""
