@@ -97,8 +97,6 @@ def has_used_cuda() -> bool:
     is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # a thread may be importing it
     if is_initialized is not None and is_initialized():
         return True
-    if sys.platform == "win32":
-        return False  # make_plan refuses Windows
     try:
         driver = ctypes.CDLL(_CUDA_DRIVER, os.RTLD_NOLOAD)
     except OSError:
