@@ -207,13 +207,11 @@ def _from_nvml() -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 
 
 def _uuids(nvml: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    from nblaunch.machine.usage import visible_devices
-
     every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     names = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in every]
     slices = [name for handle in every for name in _slices(nvml, handle)]
-    entries = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), len(every))
-    visible = [names[entry] if isinstance(entry, int) else entry for entry in entries]
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(names)).split(",")
+    visible = [dict(enumerate(names)).get(int(entry), "") if entry.isdecimal() else entry for entry in entries]
     is_whole = not slices and all(name in names for name in visible)
     return tuple(visible) if is_whole else (), tuple(slices)
 
