@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape, unescape
 
 from nblaunch.launch.output.metric_names import direction, kind, number_of
-from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, colour_codes, coloured_runs, without_colours
+from nblaunch.launch.output.terminal_lines import Excerpt, without_colours
 from nblaunch.launch.views import Failure, LaunchInfo, duration_text
 from nblaunch.notebook.charts import (
     COLOURS,
@@ -78,7 +78,7 @@ _MAX_TEXT_BYTES = 8000
 class RankTail:
     rank: int
     lines: tuple[str, ...]
-    """As a terminal would show them, with colour sequences."""
+    """As a terminal would show them."""
     more: bool
     path: str
 
@@ -190,11 +190,10 @@ def _text(text: str, most: int, *, in_attribute: bool = False) -> str:
     return escape(plain(text, most), quote=in_attribute)
 
 
-def _terminal_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines as a terminal would show them, each with its own colours."""
-    for line in lines:
-        data = line[:_MAX_INPUT_LENGTH].replace("\n", " ").encode(errors="replace")
-        yield from LineAssembler().feed(data + b"\n")
+def _line(line: str, most: int) -> str:
+    """Return at most `most` characters of a line as HTML without tags and colours."""
+    text = clean(without_colours(line[:_MAX_INPUT_LENGTH])).replace("\n", " ")
+    return escape(text if len(text) <= most else text[:most] + "…", quote=False)
 
 
 # ------------------------------------------------------------------ HTML
@@ -302,8 +301,8 @@ def _tails(record: Record) -> str:
 def _tail(tail: RankTail, ranks: int, *, is_open: bool, preview: bool) -> str:
     size = _MAX_TAILS_BYTES // ranks
     excerpt = Excerpt(0, size)
-    for line in _terminal_lines(tail.lines[-max(5, min(_MAX_TAIL_LINES, 160 // ranks)) :]):
-        excerpt.add(_coloured(line, min(_MAX_LINE_LENGTH, size // 6 - 1)))
+    for line in tail.lines[-max(5, min(_MAX_TAIL_LINES, 160 // ranks)) :]:
+        excerpt.add(_line(line, min(_MAX_LINE_LENGTH, size // 6 - 1)))
     lines = excerpt.text("")
     before = ""
     if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
@@ -424,66 +423,15 @@ def _table(summaries: Sequence[Summary]) -> str:
     return _folded(f"latest values of {counted(len(ranks), 'rank')}", table)
 
 
-# ------------------------------------------------------------------ colours of a terminal
-_PALETTE = ("#6e6e6e", "#c9443a", "#2e8a4f", "#9c7610", "#3f78d6", "#a854b8", "#188896", "#808080")
-"""Black to white as mid-tones, legible on white and on black."""
-_FONTS = {1: "font-weight:bold", 2: DIM, 3: "font-style:italic", 4: "text-decoration:underline"}
-
-
 def _block(lines: Sequence[str], size: int) -> str:
     """Return lines as at most `size` bytes of HTML; omit lines in the middle."""
     excerpt = Excerpt(size // 4, size * 3 // 4)
     left_out = len(lines) - _MAX_FIRST_LINES - _MAX_LAST_LINES
     if left_out > 0:
         lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines omitted …", *lines[-_MAX_LAST_LINES:]]
-    for line in _terminal_lines(lines):
-        excerpt.add(_coloured(line, 300))
+    for line in lines:
+        excerpt.add(_line(line, 300))
     return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
-
-
-def _coloured(line: str, characters: int) -> str:
-    """Return a line as HTML of at most six bytes a character; drop its colours if they take more."""
-    parts, left = [], characters
-    for parameters, text in coloured_runs(line):
-        shown = escape(clean(text if len(text) <= left else text[:left] + "…"), quote=False)
-        style = _css(parameters or "")
-        parts.append(f'<span style="{style}">{shown}</span>' if style else shown)
-        left -= len(text)
-        if left < 0:
-            break
-    html = "".join(parts)
-    return html if len(html.encode()) <= 6 * characters else _text(without_colours(line), characters)
-
-
-def _css(parameters: str) -> str:
-    """Return the CSS of SGR parameters (ECMA-48, 8.3.117, and xterm's colours)."""
-    fonts, colours = [], dict[str, str]()
-    for code in colour_codes(parameters):
-        number, *more = code
-        where = "color" if number < 40 or 90 <= number <= 97 else "background"
-        if number in _FONTS:
-            fonts.append(_FONTS[number])
-        elif number in (38, 48):
-            colours[where] = _PALETTE[_nearest(more)]
-        elif 30 <= number <= 47 or 90 <= number <= 107:
-            colours[where] = _PALETTE[number % 10 % 8]
-    if "background" in colours:
-        colours["color"] = "#fff"
-    return ";".join([*fonts, *(f"{name}:{colour}" for name, colour in sorted(colours.items(), reverse=True))])
-
-
-def _nearest(code: Sequence[int]) -> int:
-    """Return the place in the palette of what follows 38 or 48, by its hue; that of grey if it is no colour."""
-    match code:
-        case [5, index, *_] if index < 16:
-            return index % 8
-        case [5, index, *_] if index < 232:
-            parts = [(index - 16) // 36, (index - 16) // 6 % 6, (index - 16) % 6]
-        case [2, red, green, blue, *_]:
-            parts = [red, green, blue]
-        case _:
-            return 7
-    return sum((2 * part > max(parts)) << bit for bit, part in enumerate(parts))
 
 
 # ------------------------------------------------------------------ text
