@@ -134,7 +134,7 @@ def answer_of(end: RankEnd, asked: str, session: str, files: LaunchFiles) -> Any
 
 def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> Any:
     error.rank = cause.rank
-    _add_memory_notes(error, failed)
+    _add_memory_note(error)
     if failed.advice:
         add_note(error, failed.advice)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
@@ -430,15 +430,8 @@ def _users_line(traceback: str) -> tuple[str, str]:
     return "", ""
 
 
-def _add_memory_notes(error: BaseException, failed: Failed) -> None:
-    """Add to a CUDA out-of-memory error what its rank and the notebook itself held on the GPUs."""
-    if failed.gpu is not None:
-        gpu = failed.gpu
-        add_note(
-            error,
-            f"Rank {failed.rank} held {_gigabytes(gpu.reserved)} on {gpu.device}, {_gigabytes(gpu.tensors)} of it in "
-            f"tensors. Of the GPU's {_gigabytes(gpu.total)}, {_gigabytes(gpu.free)} were free",
-        )
+def _add_memory_note(error: BaseException) -> None:
+    """Add to a CUDA out-of-memory error what the notebook itself holds on the GPUs; torch says what the rank held."""
     if type(error).__name__ != "OutOfMemoryError":
         return
     held: list[str] = []
@@ -456,11 +449,7 @@ def _held_by_notebook() -> list[str]:
     if torch is None or not torch.cuda.is_initialized():
         return []
     reserved = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
-    return [f"{_gigabytes(size)} on {device}" for device, size in reserved.items() if size]
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
+    return [f"{size / 1e9:.1f} GB on {device}" for device, size in reserved.items() if size]
 
 
 # ------------------------------------------------------------------ what an exception carries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import re
 import sys
@@ -14,20 +13,17 @@ from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine.limits import advice_on_threads, shared_memory_advice
 from nblaunch.machine.own_code import PACKAGE, is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
-from nblaunch.wire.messages import Failed, GpuMemory
+from nblaunch.wire.messages import Failed
 
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
 _PLACES_ABOVE_C = ("torch/autograd/", "torch/nn/parallel", "torch/_ops.py", "torch/_library/")
 """Where the last frame is of a collective that C++ code calls."""
 _TOOLKIT = f"{PACKAGE}training/"
 _MAX_TEXT_CHARS = 100_000
-_FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
-"""In torch's message; a rank may use several GPUs."""
 _FULL_SHARED_MEMORY = re.compile(
     r"DataLoader worker .* killed by signal: Bus error|unable to (?:allocate|write|resize)[^\n]* file </torch_"
 )
 """In torch's messages, and in those of its workers, which the traceback has."""
-_log = logging.getLogger(__name__)
 usual_hook: Any = sys.excepthook
 """The hook before the task ran, such as IPython's."""
 
@@ -49,7 +45,6 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
         pickled=_pickled(error) if kind == "exception" and not isinstance(error, KeyboardInterrupt) else b"",
         collective=_collective(error),
         status=status,
-        gpu=_gpu_memory(error),
         advice=shared_memory_advice() if _FULL_SHARED_MEMORY.search(trace) else advice_on_threads(trace),
     )
 
@@ -111,23 +106,6 @@ def _pickled(error: BaseException) -> bytes:
     except Exception:  # noqa: BLE001  # a user's __reduce__ or __init__
         return b""  # the notebook raises a RankRaisedError with the text and traceback instead
     return data if type(rebuilt) is type(error) else b""
-
-
-def _gpu_memory(error: BaseException) -> GpuMemory | None:
-    """Return what this rank holds on the GPU that is out of memory; the traceback keeps the tensors alive."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(error).__name__ != "OutOfMemoryError":
-        return None
-    try:
-        if not torch.cuda.is_initialized():
-            return None
-        full = _FULL_GPU.search(text_of(error))
-        device = int(full[1]) if full else torch.cuda.current_device()
-        tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return GpuMemory(f"cuda:{device}", tensors, reserved, *torch.cuda.mem_get_info(device))
-    except Exception:  # noqa: BLE001  # CUDA's errors; best effort: must never hide the user's exception
-        _log.info("cannot read the memory of the GPU", exc_info=True)
-        return None
 
 
 def _collective(error: BaseException) -> str:

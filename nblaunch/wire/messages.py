@@ -304,18 +304,6 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """The memory of a rank's GPU, in bytes, when an exception ended the task."""
-
-    device: str
-    tensors: int
-    reserved: int
-    """What torch's allocator holds there for the rank: `tensors`, and a cache."""
-    free: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """Rank -> kernel: the function raised. Sent before any clean-up, which may hang."""
 
@@ -332,8 +320,6 @@ class Failed:
     collective: str = ""
     """The collective that raised it, if any: such an error is often another rank's fault."""
     status: int = 0
-    gpu: GpuMemory | None = None
-    """If a GPU is out of memory: what the rank held there."""
     advice: str = ""
     """If the rank's machine has reached a limit: which, and what to do."""
 

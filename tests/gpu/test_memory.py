@@ -107,8 +107,7 @@ def test_only_the_rank_that_allocates_grows(kernel: Kernel) -> None:
 
 
 # ------------------------------------------------------------------ out of memory
-def test_out_of_memory_names_the_rank_and_what_is_held(kernel: Kernel) -> None:
-    last = COUNT - 1
+def test_out_of_memory_names_the_rank_and_what_the_notebook_holds(kernel: Kernel) -> None:
     kernel.run(
         "notebooks = torch.empty(1 << 29, dtype=torch.uint8, device='cuda')\n"
         "def fills(rank, world_size, device):\n"
@@ -123,11 +122,8 @@ def test_out_of_memory_names_the_rank_and_what_is_held(kernel: Kernel) -> None:
         "except torch.cuda.OutOfMemoryError as error:\n"
         "    caught = error"
     ).check()
-    rank, ranks_own, notebooks = kernel.ask("(caught.rank, *caught.__notes__)")
-    assert rank == last
-    assert ranks_own.startswith(f"Rank {last} held 1.1 GB on cuda:{last}, 1.1 GB of it in tensors. Of the GPU's ")
-    total, free = (float(part.split()[-1]) for part in ranks_own.split(" GB")[2:4])
-    assert 0 < free < total == pytest.approx(gpus.found().sizes[last] / 1e9, abs=0.06)
+    rank, notebooks = kernel.ask("(caught.rank, *caught.__notes__)")
+    assert rank == COUNT - 1
     held, advice = notebooks.split(" on cuda:0: ")
     assert re.fullmatch(r"The notebook itself holds 0\.[5-7] GB", held)
     assert advice == "delete tensors there, then call torch.cuda.empty_cache()"

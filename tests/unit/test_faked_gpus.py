@@ -21,7 +21,6 @@ from nblaunch.machine import inventory
 from nblaunch.machine.inventory import has_used_cuda, this_machine
 from nblaunch.ranks import error_report, process_group
 from nblaunch.ranks.forkserver import fork_problem
-from nblaunch.wire.messages import Failed, GpuMemory
 
 GIGABYTE = 10**9
 
@@ -85,69 +84,36 @@ def test_a_thread_may_be_importing_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ------------------------------------------------------------------ out of memory
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs of 80 GB: 70 GB on the second are torch's, 64 GB of them in tensors."""
-    held, reserved = {0: 0, 1: 64 * GIGABYTE}, {0: 2 * GIGABYTE, 1: 70 * GIGABYTE}
+def notes_of(error: BaseException) -> list[str]:
+    """The notes of an exception of rank 3, as the notebook raises it."""
+    failed = error_report.describe(3, 1, error)
+    end = RankEnd(3, None, failed, None)
+    account = Account("train", [end], LaunchFiles(Path("/logs"), None), {}, {})
+    raised = exception_for(Cause("exception", 3, failed.time_ns, end), account)
+    assert (type(raised), raised.rank) == (type(error), 3)
+    notes = list(getattr(raised, "__notes__", []))
+    assert set(notes) <= set(raised._render_traceback_())
+    return notes
+
+
+def test_out_of_memory_says_what_the_notebook_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {0: 2 * GIGABYTE, 1: 70 * GIGABYTE}
     for name, answer in {
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
-        "current_device": lambda: 1,
-        "memory_allocated": held.__getitem__,
         "memory_reserved": reserved.__getitem__,
-        "mem_get_info": lambda index: (GIGABYTE, 80 * GIGABYTE),
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-
-
-def out_of_memory() -> Failed:
-    return error_report.describe(3, 1, torch.cuda.OutOfMemoryError("CUDA out of memory."))
-
-
-def notes_of(failed: Failed) -> list[str]:
-    end = RankEnd(3, None, failed, None)
-    account = Account("train", [end], LaunchFiles(Path("/logs"), None), {}, {})
-    error = exception_for(Cause("exception", 3, failed.time_ns, end), account)
-    assert type(error).__name__ == "OutOfMemoryError"
-    assert error.rank == 3
-    assert set(error.__notes__) <= set(error._render_traceback_())
-    return list(error.__notes__)
-
-
-def test_out_of_memory_says_what_was_held(gpus: None) -> None:
-    failed = out_of_memory()
-    assert failed.gpu == GpuMemory("cuda:1", 64 * GIGABYTE, 70 * GIGABYTE, GIGABYTE, 80 * GIGABYTE)
-    assert notes_of(failed) == [
-        "Rank 3 held 70.0 GB on cuda:1, 64.0 GB of it in tensors. Of the GPU's 80.0 GB, 1.0 GB were free",
+    full = torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    assert notes_of(full) == [
         "The notebook itself holds 2.0 GB on cuda:0 and 70.0 GB on cuda:1: delete tensors there, then call "
-        "torch.cuda.empty_cache()",
+        "torch.cuda.empty_cache()"
     ]
-
-
-def test_a_notebook_that_holds_nothing_is_not_named(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = out_of_memory()
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
-    (note,) = notes_of(failed)
-    assert note.startswith("Rank 3 held 70.0 GB on cuda:1")
-
-
-def test_only_an_error_of_memory_says_what_was_held(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert error_report.describe(3, 1, RuntimeError("CUDA error: invalid argument")).gpu is None
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: torch.ones(2).cuda())  # as a broken context raises
-    assert out_of_memory().gpu is None
-
-
-def test_the_gpu_that_is_full_is_named_not_the_current_one(gpus: None) -> None:
-    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB."
-    failed = error_report.describe(3, 1, torch.cuda.OutOfMemoryError(text))
-    assert failed.gpu == GpuMemory("cuda:0", 0, 2 * GIGABYTE, GIGABYTE, 80 * GIGABYTE)
-
-
-def test_the_notebooks_broken_cuda_does_not_replace_the_error(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = out_of_memory()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)
-    (note,) = notes_of(failed)
-    assert note.startswith("Rank 3 held 70.0 GB on cuda:1")
+    assert notes_of(RuntimeError("CUDA error: invalid argument")) == []
+    reserved.update({0: 0, 1: 0})
+    assert notes_of(full) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)  # a broken CUDA does not replace the error
+    assert notes_of(full) == []
 
 
 # ------------------------------------------------------------------ communicators
