@@ -114,13 +114,11 @@ class Sent:
     copied: int
     """Bytes of tensors and arrays that were copied. The rest is unchanged since an earlier launch, or mapped from your
     files."""
-    from_gpu: int
-    """Bytes that were copied from a GPU first."""
 
     @classmethod
     def of(cls, parcel: Parcel) -> Sent:
         """Summarize a parcel."""
-        return cls(sum(parcel.sizes.values()), _largest(parcel.sizes), parcel.copied, parcel.from_gpu)
+        return cls(sum(parcel.sizes.values()), _largest(parcel.sizes), parcel.copied)
 
     def __repr__(self) -> str:
         parts = f": {named(dict(self.parts))}" if self.parts else ""
@@ -140,7 +138,7 @@ def named(sizes: Mapping[str, int]) -> str:
     return ", ".join([*shown, *(["…"] if len(largest) > _MAX_SHOWN else [])])
 
 
-NOTHING_SENT = Sent(0, (), 0, 0)
+NOTHING_SENT = Sent(0, (), 0)
 
 
 class LaunchResult(Sequence[Any]):
@@ -207,9 +205,7 @@ class LaunchResult(Sequence[Any]):
 
 
 def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:
-    """Yield what to note of sent data: values that are large and not `noted` yet, and tensors that were on a GPU."""
-    if sent.from_gpu:
-        yield f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, through host memory"
+    """Yield what to note of sent data: values that are large and not `noted` yet."""
     largest = next((name for name, _ in sent.parts), "")
     if sent.copied > NOTED_BYTES and (key := f"{largest} is large") not in noted:
         noted.add(key)

@@ -81,7 +81,6 @@ class Outgoing(BufferSink):
         self.descriptors: list[int] = []
         self.lent: list[object] = []
         self.sizes: dict[str, int] = {}
-        self.from_gpu = 0
         self._owners: list[object] = []
         self._storages: list[Any] = []
         self._counted: list[Region] = []
@@ -130,9 +129,6 @@ class Outgoing(BufferSink):
         self.lent.append(owner)
         return pickle.PickleBuffer(stand_in)
 
-    def count_from_gpu(self, size: int) -> None:
-        self.from_gpu += size
-
     # -------------------------------------------------------------- called by `pack`
     def count(self, name: str) -> None:
         """Add to the size of a part what was pickled since the last call; memory that parts share counts once."""
@@ -151,11 +147,10 @@ class Parcel:
         fds: The descriptors to send. `close` closes them.
         sizes: Bytes of each named part; under "" those of all else.
         copied: Bytes that were copied for this parcel.
-        from_gpu: Bytes that were copied from a GPU.
     """
 
     def __init__(self, blob: int, placed: Sequence[Segment], outgoing: Outgoing, copied: int) -> None:
-        self.sizes, self.from_gpu, self.copied = outgoing.sizes, outgoing.from_gpu, copied
+        self.sizes, self.copied = outgoing.sizes, copied
         self.fds = (blob, *(segment.fd for segment in placed), *outgoing.descriptors)
         self.close = weakref.finalize(self, _close, blob, [*placed, *outgoing.lent])
 

@@ -47,9 +47,6 @@ class BufferSink:
         """Return a buffer that the receiver gets as a descriptor; keep its owner alive until then."""
         return pickle.PickleBuffer(b"")
 
-    def count_from_gpu(self, size: int) -> None:
-        """Count bytes that were copied from a GPU."""
-
 
 def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     """Return the reduction of a storage, tensor or array whose memory is sent out of band, else None."""
@@ -93,8 +90,6 @@ def unwrapped(module: Any) -> Any:
 # ------------------------------------------------------------------ storages
 def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     if storage.device.type == "cuda":
-        if buffers is not None:
-            buffers.count_from_gpu(storage.nbytes())
         return storage_on_own_device, (storage.cpu(),)
     if storage.device.type != "cpu":
         return None
