@@ -161,7 +161,8 @@ class Namespace(pickling.Home):
         return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
 
     def _why_not(self, name: str, value: Any) -> str:
-        probe = _Probe(self.names, lambda obj: type(obj).__name__ if _holds_group(type(obj)) else "")
+        probe = _Probe()
+        probe.names = self.names
         error = pickling.explain(value, f"`{name}`", probe)
         ends = f"`{name}` holds a {probe.found}, whose process group ends: what it wraps needs a name of its own"
         return ends if probe.found else str(error or "")
@@ -213,15 +214,12 @@ class _OfNotebook:
 
 
 class _Probe(pickling.Home):
-    """A `pickling.Home` that looks for the objects for which `describe` has words."""
+    """A `pickling.Home` that looks for objects that hold a process group. `found`: the type of the last."""
 
-    def __init__(self, names: dict[str, Any], describe: Callable[[object], str]) -> None:
-        self.names, self._describe = names, describe
-        self.found = ""
-        """Words for the object that was found last."""
+    found = ""
 
     def key_of(self, obj: object) -> tuple[str, bool]:
-        self.found = self._describe(obj) or self.found
+        self.found = type(obj).__name__ if _holds_group(type(obj)) else self.found
         return "", False
 
 

@@ -100,13 +100,7 @@ def _cached(function: Any, parameters: Mapping[str, Any]) -> Any:
 def _reduce_cached_property(prop: Any, sink: BufferSink | None) -> Reduced | None:
     if type(prop) is not functools.cached_property:
         return None
-    return _cached_property, (prop.func, prop.attrname)  # without its lock
-
-
-def _cached_property(function: Any, name: str | None) -> Any:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
+    return functools.cached_property, (prop.func,), {"attrname": prop.attrname}  # without its lock
 
 
 # ------------------------------------------------------------------ the notebook's get_ipython
