@@ -67,7 +67,7 @@ _MAX_BLOCK_BYTES = 8 << 10
 """Of a traceback, and of one output that is text."""
 _MAX_LINE_LENGTH = 400
 """Characters of one line of a log."""
-_MAX_TAIL_LINES = 20
+_MAX_TAILS, _MAX_TAIL_LINES = 16, 20
 _MAX_FIRST_LINES, _MAX_LAST_LINES = 100, 300
 """Lines of a traceback or output that are read."""
 
@@ -284,34 +284,27 @@ def _tails(record: Record) -> str:
     if not record.tails:
         return ""
     failed_rank = record.failure.rank if record.failure else -1
-    shown = sorted(record.tails, key=lambda tail: (tail.rank != failed_rank, tail.rank))[:_MAX_RANKS]
-    is_few = len(shown) <= MAX_LINES
-    parts = [
-        _tail(tail, len(shown), is_open=tail.rank == failed_rank or len(shown) == 1, preview=is_few) for tail in shown
-    ]
+    shown = sorted(record.tails, key=lambda tail: (tail.rank != failed_rank, tail.rank))[:_MAX_TAILS]
+    parts = [_tail(tail, len(shown), is_open=tail.rank == failed_rank or len(shown) == 1) for tail in shown]
     if len(record.tails) > len(shown):
         parts.append(f"<div>and {len(record.tails) - len(shown)} more ranks</div>")
-    if not is_few:
-        first = int(shown[0].rank == failed_rank)
-        title = f"the last lines of {counted(len(shown) - first, 'rank')}"
-        parts[first:] = [_folded(title, "".join(parts[first:]))]
     return f'<div style="margin-top:10px">{"".join(parts)}</div>'
 
 
-def _tail(tail: RankTail, ranks: int, *, is_open: bool, preview: bool) -> str:
+def _tail(tail: RankTail, ranks: int, *, is_open: bool) -> str:
     size = _MAX_TAILS_BYTES // ranks
     excerpt = Excerpt(0, size)
-    for line in tail.lines[-max(5, min(_MAX_TAIL_LINES, 160 // ranks)) :]:
+    for line in tail.lines[-min(_MAX_TAIL_LINES, 160 // ranks) :]:
         excerpt.add(_line(line, min(_MAX_LINE_LENGTH, size // 6 - 1)))
     lines = excerpt.text("")
     before = ""
     if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
         file = re.split(r"[\\/]", tail.path)[-1]
-        where = f" in {_text(file, 60)}" if file and preview else ""
+        where = f" in {_text(file, 60)}" if file else ""
         before = f'<span style="{DIM}">… more before{where}</span>\n'
     if not (before or lines):
         return f'<div><b>rank {tail.rank}</b> <span style="{DIM}">printed nothing</span></div>'
-    last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
+    last = "" if is_open else next(filter(str.strip, reversed(tail.lines)), "")
     preview_text = f' <code style="{DIM}">{_text(last, 80)}</code>' if last else ""
     title = f"<b>rank {tail.rank}</b>{preview_text}"
     return _folded(title, f'<pre style="{PRE}">{before}{lines}</pre>', is_open=is_open)

@@ -398,6 +398,6 @@ def test_of_a_thousand_ranks_the_first_are_kept() -> None:
     series = {rank: [(float(x), float(rank)) for x in range(10)] for rank in range(1000)}
     html = as_html(replace(FINISHED, ranks="1000 ranks", tails=tails, metrics={"loss": series}))
     assert len(html.encode()) <= 150_000
-    assert "from 63\n" in Page(html).text
-    assert "from 64\n" not in Page(html).text
-    assert "and 936 more ranks\n" in Page(html).text
+    assert "from 15\n" in Page(html).text
+    assert "from 16\n" not in Page(html).text
+    assert "and 984 more ranks\n" in Page(html).text
