@@ -392,13 +392,6 @@ def test_the_last_error_of_a_session_is_debugged(kernel: Kernel) -> None:
         kernel.run("%distributed session stop").check()
 
 
-def test_a_launch_in_the_background_is_debugged_by_who_waits_for_it(kernel: Kernel) -> None:
-    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
-    cell = kernel.debug("print(list(job.result()))", "p x", "c").check()
-    assert "tensor([1., 1.])" in plain(cell)
-    assert "[[1.0, 1.0], [1.0, 1.0]]" in plain(cell)
-
-
 # ------------------------------------------------------------------ input()
 def test_a_rank_can_ask_for_input(kernel: Kernel) -> None:
     body = "import getpass\nname = input('name? ')\nsecret = getpass.getpass('secret? ')\nname, secret"

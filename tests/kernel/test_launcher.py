@@ -125,20 +125,6 @@ def test_definitions_of_cells_can_be_launched(kernel: Kernel, call: str, values:
     assert kernel.ask(f"list(notebook_launcher({call}, num_processes=2, view='none'))") == values
 
 
-def test_instances_of_a_cells_class_come_back_as_that_class(kernel: Kernel) -> None:
-    kernel.run("class Point:\n    def __init__(self, x): self.x = x\ndef make(rank): return Point(rank)").check()
-
-    kernel.run("points = list(notebook_launcher(make, num_processes=2))").check()
-
-    assert kernel.ask("[(type(point) is Point, point.x) for point in points]") == [(True, 0), (True, 1)]
-
-
-def test_a_redefined_function_is_what_runs(kernel: Kernel) -> None:
-    for version in (1, 2):
-        kernel.run(f"def changing(): return {version}").check()
-        assert kernel.ask("notebook_launcher(changing, num_processes=1)[0]") == version
-
-
 # ------------------------------------------------------------------ accelerate's keywords
 @pytest.mark.parametrize(
     ("call", "message"),
@@ -191,7 +177,6 @@ def test_a_cell_can_catch_a_ranks_exception_as_itself(kernel: Kernel) -> None:
     assert "caught ('no', 'luck') 1" in cell.stdout
 
 
-# ------------------------------------------------------------------ copies
 # ------------------------------------------------------------------ where ranks start from
 def test_a_filter_of_a_warning_that_a_cell_defines_holds_in_the_ranks(kernel: Kernel) -> None:
     cell = kernel.run(

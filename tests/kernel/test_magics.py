@@ -34,13 +34,6 @@ def test_shipped_functions_see_a_global_that_the_cell_reassigns(kernel: Kernel) 
     assert kernel.ask("list(products), scale") == ([20, 22], 1)
 
 
-def test_an_augmented_assignment_starts_from_the_notebooks_value(kernel: Kernel) -> None:
-    kernel.run("count = 40").check()
-
-    assert kernel.run("%%distributed -n 2\ncount += 2\ncount").check().value == "42"
-    assert kernel.ask("count") == 40
-
-
 def test_names_that_the_cell_assigns_stay_in_the_ranks(kernel: Kernel) -> None:
     kernel.run("%%distributed -n 2\nfresh = rank\ndef helper(): return fresh\nhelper()").check()
 
@@ -55,16 +48,13 @@ def test_a_name_that_is_nowhere_is_a_name_error(kernel: Kernel) -> None:
 
 
 # ------------------------------------------------------------------ values
-def test_a_semicolon_keeps_the_value_back(kernel: Kernel) -> None:
-    assert kernel.run("%%distributed -n 2\nrank;").check().value == ""
-
-
 def test_every_ranks_value_is_shown_once(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed -n 3\nimport math\nmath.sqrt(16 + 9 * rank)").check()
     assert sorted(cell.stdout.splitlines()) == ["[rank 1] 5.0", "[rank 2] 5.830951894845301"]
     assert cell.value == "4.0"
 
-    assert kernel.run("%%distributed -n 2\nrank;  # said by none").check().stdout == ""
+    silent = kernel.run("%%distributed -n 2\nrank;  # said by none").check()
+    assert (silent.stdout, silent.value) == ("", "")
     assert kernel.run("%%distributed -n 2 -o bound\nrank").check().stdout == ""
     assert kernel.run("%%distributed -n 2\nNone if rank else 1").check().stdout == ""
 
@@ -244,15 +234,14 @@ def test_notebook_syntax_works_in_a_rank(kernel: Kernel, body: str, shown: list[
         assert text in cell.stdout
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_rank_has_a_shell_of_its_own_with_other_start_methods(kernel: Kernel, method: str) -> None:
+def test_a_fork_of_the_kernel_has_a_shell_of_its_own(kernel: Kernel) -> None:
     kernel.run("import warnings, matplotlib.pyplot as plt\nwarnings.simplefilter('ignore')").check()
     body = (
         "from IPython import get_ipython as ours\nfrom IPython.display import display as show\nshow(f'shown {rank}')\n"
         "!echo {rank} echoed\nimport matplotlib\n"
         "type(get_ipython()).__name__, ours() is get_ipython(), matplotlib.get_backend()"
     )
-    cell = kernel.run(f"%%distributed -n 1 -o shells --start-method {method}\n{body}").check()
+    cell = kernel.run(f"%%distributed -n 1 -o shells --start-method fork\n{body}").check()
 
     backend = "module://nblaunch.ranks.matplotlib_backend"
     assert kernel.ask("list(shells)") == [("RankShell", True, backend)]
@@ -299,6 +288,7 @@ def test_status_lists_launches_and_stop_ends_them(kernel: Kernel) -> None:
     assert kernel.run("%distributed stop").check().stdout == "stopped 1 launch\n"
     assert kernel.ask("job.done")
     assert "Launch" not in kernel.run("%distributed status").check().stdout
+    assert kernel.run("%distributed stop").check().stdout == "stopped 0 launches\n"
 
 
 @pytest.mark.parametrize("line", ["-n 4 status", "status --background"])
@@ -323,7 +313,3 @@ def test_an_interrupt_while_stop_waits_kills(kernel: Kernel, folder: Path) -> No
     cell = kernel.finish_cell(request, 15.0).check()
     assert cell.stdout == "stopped 1 launch\n"
     assert kernel.ask("stubborn.done")
-
-
-def test_stop_with_nothing_to_stop_says_so(kernel: Kernel) -> None:
-    assert kernel.run("%distributed stop").check().stdout == "stopped 0 launches\n"

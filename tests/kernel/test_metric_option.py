@@ -35,7 +35,6 @@ def test_the_option_may_be_given_several_times(kernel: Kernel) -> None:
         r'--metric "Accuracy: (?P<accuracy>[\d.]+)"',
         r"--metric Accuracy:\s(?P<accuracy>[\d.]+)",
         r"--metric 'Accuracy: '(?P<accuracy>[\d.]+)",
-        r"--met 'Accuracy: (?P<accuracy>[\d.]+)'",
         r"--metric 'Accuracy: (?P<accuracy>\d{2}\.\d{1,3})$'",
         r"--metric '^A(?P<accuracy>\d)?.*: (?P<accuracy_>.+)' --metric 'Accuracy: (?P<accuracy>[\d.]+)'",
     ],
@@ -86,10 +85,3 @@ def test_a_wrong_pattern_is_a_usage_error_in_the_magics_terms(kernel: Kernel, op
     assert cell.stderr.startswith("UsageError: ")
     assert says in cell.stderr
     assert "ran" not in cell.stdout
-
-
-def test_tab_and_the_question_mark_know_the_option(kernel: Kernel) -> None:
-    assert kernel.complete("%%distributed --me") == ["--metric"]
-    help_text = kernel.run("%%distributed?").reply["payload"][0]["data"]["text/plain"]
-    assert "--metric PATTERN" in help_text
-    assert r"(?P<accuracy>[\d.]+)" in help_text

@@ -67,11 +67,6 @@ def test_a_short_launch_shows_its_outputs_in_the_record_alone(page: Page) -> Non
     assert text.count("loss") == 2
 
 
-def test_figures_that_are_open_at_the_end_of_a_cell_are_shown(page: Page) -> None:
-    page.run("%%distributed -n 2\n%matplotlib inline\nimport matplotlib.pyplot as plt\n_ = plt.plot([1, 2])")
-    assert shown(page)["text/html"].count('src="data:image/png;base64,') == 2
-
-
 def test_updates_and_clears_leave_the_last_state(page: Page) -> None:
     body = (
         "from IPython.display import clear_output, display, update_display\n"
@@ -90,22 +85,6 @@ def test_updates_and_clears_leave_the_last_state(page: Page) -> None:
 
 
 # ------------------------------------------------------------------ the panel
-def test_a_reload_brings_the_outputs_again(page: Page) -> None:
-    page.run(
-        f"%%distributed -n 2\n{SERIES}from IPython.display import HTML\ndisplay(HTML('<u>' + 'long ' * 9000 + '</u>'))"
-    )
-    page.take_until(lambda: len(contents(page, 0)) == 1 and page.status == "finished")
-    before = contents(page, 0)
-    assert before[0]["kind"] == "html"
-    assert len(before[0]["body"]) > 40_000
-
-    page.messages.clear()
-    page.send(kind="resync", request=1, logs=[])
-
-    page.take_until(lambda: page.of("snapshot") and len(contents(page, 0)) == 1)
-    assert contents(page, 0) == before
-
-
 @pytest.fixture
 def session(page: Page) -> Iterator[None]:
     """Two ranks that stay, in the page's kernel."""

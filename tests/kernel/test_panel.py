@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tests.conftest import LONG, eventually
 from tests.kernel.harness import Kernel, running_kernel
@@ -88,48 +87,6 @@ def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
     page.run("%distributed session stop --name waits")
 
 
-def test_output_and_reports_arrive_while_the_cell_runs(page: Page) -> None:
-    code = """
-import nblaunch
-def train(rank):
-    import sys, time
-    for step in nblaunch.progress(range(1000), desc="steps"):
-        print("step", step, flush=True)
-        print("warned", step, file=sys.stderr, flush=True)
-        nblaunch.report(step=step, accuracy=step / 1000)
-        time.sleep(0.01)
-launch = notebook_launcher(train, num_processes=2, block=False)
-launch.wait(60)
-"""
-    request = page.start(code)
-    page.take_until(lambda: page.part("metrics") and page.part("resources") and page.log(1) and page.log(1, "err"))
-    assert request not in page.idle
-    assert page.status == "running"
-    name, rank, _, value, _ = page.part("metrics")[0]
-    assert (name, rank in (0, 1), 0 <= value <= 1) == ("accuracy", True, True)
-    assert page.part("progress")[0][1] == "steps"
-    assert page.part("resources")[0][1][1][1] > 1 << 20  # bytes that a Python process needs at least
-    page.new_subshell()
-    page.send(kind="kill", launch=page.state["info"]["launch"])
-    page.take_until(lambda: request in page.idle)
-
-
-def test_clicks_show_stacks_and_stop_the_launch_while_its_cell_blocks(page: Page) -> None:
-    request = page.start(WAITS + "notebook_launcher(waits, num_processes=2)")
-    page.take_until(lambda: page.log(0) and page.log(1))
-    page.new_subshell()
-    page.send(kind="stacks", launch=page.state["info"]["launch"])
-    page.take_until(lambda: page.part("stacks"))
-    assert ["waits" in stack for _, stack in page.part("stacks")["ranks"]] == [True, True]
-    page.send(kind="stop", launch=page.state["info"]["launch"])
-    page.take_until(lambda: request in page.idle, limit=10)
-    page.take_until(lambda: page.status == "stopped")
-    assert page.of("acknowledged") == [
-        {"kind": "acknowledged", "action": "stop", "launch": page.state["info"]["launch"]}
-    ]
-    assert "stopped after" in page.displays[-1]["text/plain"]
-
-
 def test_late_clicks_without_subshells_affect_no_later_launch(
     page: Page,
 ) -> None:
@@ -203,48 +160,6 @@ def test_a_flood_takes_few_messages_and_shows_the_last_lines(page: Page) -> None
 
 def _ends(page: Page, rank: int) -> bool:
     return list(page.log(rank).values())[-1].startswith("line 0199999")
-
-
-def test_a_reloaded_page_gets_everything_that_it_missed(page: Page) -> None:
-    code = """
-import nblaunch
-def train(rank):
-    import time
-    for number in range(100):
-        print("line", number)
-    nblaunch.report(accuracy=0.5)
-    print("all", flush=True)
-    time.sleep(600)
-launch = notebook_launcher(train, num_processes=2, block=False)
-"""
-    page.run(code)
-    page.take_until(lambda: all("all" in page.log(rank).values() for rank in (0, 1)))
-    first = page.log(1)
-    newcomer = Page(page.kernel, panel=page.panel)
-    state = page.kernel.ask(f"__import__('ipywidgets').Widget.widgets[{page.panel!r}].get_state('sent')")
-    assert state["sent"] == max(content["seq"] for content in page.of("delta"))
-    newcomer.send(kind="resync", request=5, logs=[])
-    newcomer.take_until(lambda: newcomer.of("snapshot") and newcomer.log(0) and newcomer.log(1))
-    snapshot = newcomer.of("snapshot")[0]
-    assert snapshot["requests"] == [5]
-    assert snapshot["seq"] > state["sent"]
-    assert {tuple(point[:2]) for point in snapshot["changes"]["metrics"]} == {("accuracy", 0), ("accuracy", 1)}
-    assert snapshot["changes"]["ranks"] == [[0, "running"], [1, "running"]]
-    assert newcomer.log(1) == first
-    assert min(newcomer.log(0)) == 0
-    page.kernel.run("launch.kill(); launch.wait()").check()
-
-
-def test_a_message_that_no_page_of_ours_sends_harms_nothing(page: Page) -> None:
-    page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
-    page.take_until(lambda: page.panel)
-    wanted: dict[str, Any] = {"kind": "resync", "request": 1, "logs": [[5, 99, "out", -1]]}
-    malformed: list[dict[str, Any]] = [{}, {"kind": "stop"}, {"kind": ["x"]}, {"kind": "resync"}]
-    malformed += [{**wanted, "logs": [[0, None, "out", 1]]}, {**wanted, "logs": "x"}]
-    for content in [*malformed, wanted]:
-        page.send(**content)
-    page.take_until(lambda: page.of("snapshot"))
-    assert page.of("snapshot")[0]["requests"] == [1]
 
 
 def test_the_root_cause_comes_in_parts(page: Page) -> None:

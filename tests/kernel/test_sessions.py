@@ -416,8 +416,6 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
         ("s[0]['x'] = 1", "session[0]['x'] = ...: to bind a name, session.push(x=..., ranks=[0])"),
         ("%%distributed --ranks 7\n1", "--ranks 7: the ranks are 0 and 1"),
         ("%%distributed --fresh -n 1 --ranks 0,7\n1", "--ranks 0,7: the only rank is 0"),
-        ("%%rank 5\n1", "%%rank 5: the ranks are 0 and 1"),
-        ("%distributed session restart --rank 7", "--rank 7: the ranks are 0 and 1"),
     ],
 )
 def test_a_misuse_is_named_as_it_was_typed(kernel: Kernel, wrong: str, said: str) -> None:
@@ -714,12 +712,6 @@ def test_a_restart_may_keep_what_can_be_sent(kernel: Kernel) -> None:
     assert not set(pids) & set(on_ranks(kernel, "os.getpid()"))
     kernel.run("%distributed session restart").check()
     assert on_ranks(kernel, "'held' in globals()") == [False, False]
-
-
-def test_a_name_that_cannot_be_sent_is_named(kernel: Kernel) -> None:
-    kernel.run("stuck = __import__('threading').Lock()").check()
-    cell = kernel.run("%%distributed\nprint(stuck)")
-    assert "`stuck`, a thread lock, which cannot be sent" in cell.error
 
 
 def test_a_restart_keeps_the_rest_of_what_a_process_group_spoils(kernel: Kernel) -> None:

@@ -119,18 +119,6 @@ def thirty_groups(rank: int, world_size: int, port: int) -> list[float]:
     return totals
 
 
-def new_groups(rank: int, world_size: int) -> list[float]:
-    """Sums over a group of each rank alone, over a new group of all, and over all once more."""
-    alone: list[Any] = [dist.new_group([member]) for member in range(world_size)]
-    everyone: Any = dist.new_group()
-    sums = []
-    for group in (alone[rank], everyone, None):
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total, group=group)
-        sums.append(float(total))
-    return sums
-
-
 def second_init() -> str:
     dist.init_process_group("gloo")  # ours steps aside
     summed()
@@ -139,12 +127,6 @@ def second_init() -> str:
     except ValueError as error:
         return str(error)
     return "no error"
-
-
-def two_groups_on_one_port(rank: int, world_size: int, port: int) -> float:
-    dist.init_process_group("gloo")
-    dist.destroy_process_group()
-    return the_documents_own(rank, world_size, port)
 
 
 def wait_for(folder: str, port: int, rank: int, world_size: int) -> float:
@@ -164,10 +146,6 @@ def test_the_default_group_is_ready(launch: Launcher) -> None:
     assert list(launch(group_as_found)) == [(True, "gloo", rank, 2, 3.0) for rank in range(2)]
 
 
-def test_new_groups_work(launch: Launcher) -> None:
-    assert list(launch(new_groups)) == [[1.0, 3.0, 3.0], [2.0, 3.0, 3.0]]
-
-
 # ------------------------------------------------------------------ groups of the user's own
 @pytest.mark.parametrize(
     "make",
@@ -177,7 +155,6 @@ def test_new_groups_work(launch: Launcher) -> None:
         by_ipv6,
         by_name_imported_early,
         by_store_of_its_own,
-        two_groups_on_one_port,
     ],
 )
 def test_a_group_of_the_users_own_is_what_it_asks_for(

@@ -10,8 +10,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conftest import LONG, conformance, eventually, settled_server
 from tests.processes.conftest import Launcher
 
@@ -64,10 +62,6 @@ def runs_a_command(folder: Path, rank: int) -> None:
         raise
 
 
-def refused(magic: str) -> None:
-    shell().run_line_magic(magic, "")
-
-
 # ------------------------------------------------------------------ what holds
 @conformance("forkserver", "fork")
 def test_a_function_finds_the_shell(launch: Launcher) -> None:
@@ -87,11 +81,6 @@ def test_the_fork_server_keeps_one_thread_and_no_matplotlib() -> None:
     server = settled_server()
     assert len(os.listdir(f"/proc/{server.process.pid}/task")) == 1
     assert "matplotlib" not in Path(f"/proc/{server.process.pid}/maps").read_text()
-
-
-def test_a_magic_of_the_notebook_names_the_substitute(launch: Launcher) -> None:
-    with pytest.raises(RuntimeError, match="%pip cannot run in a rank: run it in a cell of the notebook"):
-        launch(refused, ("pip",))
 
 
 def test_an_interrupt_reaches_a_command_and_the_function(launch: Launcher, tmp_path: Path) -> None:
