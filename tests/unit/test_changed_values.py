@@ -42,11 +42,8 @@ def module() -> nn.Module:
     ("value", "change"),
     [
         ([1], lambda it: it.append(2)),
-        ([1, 2], lambda it: it.reverse()),
         ([1], lambda it: it.__setitem__(0, "one")),
         ({"a": 1}, lambda it: it.update(b=2)),
-        ({"a": 1}, lambda it: it.update(a="other")),
-        ({"a": 1}, lambda it: it.clear()),
         ({1}, lambda it: it.add(2)),
         (module(), trained),
         (nn.BatchNorm1d(2), lambda it: it(torch.ones(3, 2))),
@@ -127,15 +124,10 @@ def test_a_result_that_holds_itself_is_gone_through_once() -> None:
 
 
 @pytest.mark.usefixtures("sparse_forgotten")
-def test_sparse_tensors_in_a_result_harm_nothing() -> None:
-    assert noticed(module(), trained, lambda it: [torch.ones(2, 2).to_sparse()])
-
-
-@pytest.mark.usefixtures("sparse_forgotten")
-def test_a_sparse_buffer_of_a_module_harms_nothing() -> None:
+def test_sparse_tensors_of_a_module_and_a_result_harm_nothing() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("adjacency", torch.eye(2).to_sparse())
-    assert noticed(model, trained, lambda it: [torch.ones(2)])
+    assert noticed(model, trained, lambda it: [torch.ones(2, 2).to_sparse()])
     assert not noticed(model, trained, lambda it: [it.weight])
 
 

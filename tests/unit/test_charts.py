@@ -70,11 +70,8 @@ def test_losses_come_first_then_what_is_to_grow_and_rates_last() -> None:
     ]
 
 
-def test_the_mean_is_over_the_ranks_at_the_same_x() -> None:
+def test_the_mean_is_over_the_ranks_at_the_same_x_and_needs_half_of_them() -> None:
     assert mean_of({0: [(0, 1.0), (1, 3.0)], 1: [(1, 5.0), (0, 2.0)]}) == ((0, 1.5), (1, 4.0))
-
-
-def test_the_mean_needs_half_of_the_ranks() -> None:
     series = {0: [(0, 1.0), (1, 1.0), (2, 9.0)], 1: [(0, 3.0), (1, 3.0)], 2: [(0, 5.0)]}
     assert mean_of(series) == ((0, 3.0), (1, 2.0))
 

@@ -13,7 +13,7 @@ from nblaunch.launch.output.reports import ReportList
 from nblaunch.launch.result import Metrics
 from nblaunch.launch.views import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.panel_state import PanelState, Series
+from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.record import record_of
 
 INFO = LaunchInfo("abc", "train", 2, "cpu", Path("/logs"))
@@ -75,15 +75,6 @@ def test_very_many_points_at_once_are_downsampled_to_their_ends(state: PanelStat
     assert points[0][3] == 1.0  # the extremes are among them
     assert points[-1][2] == 9999
     assert [x for _, _, x, *_ in points] == sorted(x for _, _, x, *_ in points)
-
-
-@pytest.mark.parametrize("odd", [0, 777, 9_999])
-def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
-    series = Series()
-    for step in range(10_000):
-        series.add(None, 0.99 if step == odd else 0.01 if step == odd + 1 else 0.5)
-    assert max(y for _, y in series.points()) == 0.99
-    assert odd == 9_999 or min(y for _, y in series.points()) == 0.01
 
 
 def test_the_bar_of_the_whole_run_stays_above_those_of_its_epochs(state: PanelState) -> None:

@@ -219,11 +219,6 @@ def test_progress_has_the_length_of_what_it_goes_through() -> None:
         len(nblaunch.progress(iter([1])))
 
 
-def test_progress_can_be_gone_through_again(rank: Rank) -> None:
-    bar = nblaunch.progress([1, 2])
-    assert [*bar, *bar] == [1, 2, 1, 2]
-
-
 def test_a_bar_within_another_has_a_deeper_level(rank: Rank, clock: list[float]) -> None:
     for _ in nblaunch.progress(range(2), desc="fit"):
         for _ in nblaunch.progress(range(3), desc="epoch"):
@@ -254,13 +249,6 @@ def test_a_resumed_bar_says_where_it_began(rank: Rank, clock: list[float]) -> No
 def test_a_total_that_is_no_number_is_unknown(rank: Rank, given: Any, total: float | None) -> None:
     Progress(given, 7)  # type: ignore[arg-type]  # on purpose
     assert {(record["progress"], record["total"]) for record in rank.records()} == {("7", total)}
-
-
-def test_outside_a_launch_a_bar_only_counts() -> None:
-    bar = Progress(2)
-    bar.step()
-    bar.close()
-    assert bar.done == 1
 
 
 # ------------------------------------------------------------------ the best step
