@@ -45,7 +45,8 @@ class LineParser(MagicArgumentParser):
             raise UsageError(f'{said}; put the engine\'s words in quotes: --engine "{quoted}"')
         typed = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(typed, self._option_string_actions, n=1) if typed.startswith("--") else []
-        if typed.replace("_", "-") == "--nproc-per-node" and "num_processes" in self.names:  # torchrun's
+        takes_ranks = any(action.dest == "num_processes" for action in self._actions)
+        if typed.replace("_", "-") == "--nproc-per-node" and takes_ranks:  # torchrun's
             near = ["-n"]
         if near:
             raise UsageError(f"{said}: did you mean {near[0]}?")
@@ -55,10 +56,6 @@ class LineParser(MagicArgumentParser):
     @property
     def usage_line(self) -> str:
         return " ".join(self.format_usage().removeprefix("::").split())
-
-    @property
-    def names(self) -> set[str]:
-        return {action.dest for action in self._actions}
 
 
 def words_of(line: str, expand: Callable[[str], str]) -> list[str]:

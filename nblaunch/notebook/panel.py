@@ -57,8 +57,6 @@ from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.record import Record, as_html, as_text, record_of
 
 _log = logging.getLogger(__name__)
-_MAX_BYTES_PER_S = 200 << 10
-"""With the record, which may follow at the end, the panel stays below 256 KB a second."""
 _MIN_LOG_BYTES = 2 << 10
 _MAX_SHORT_LOG_BYTES = 1000
 """A short launch with a longer log gets a panel."""
@@ -70,6 +68,8 @@ _RECORD_TIMEOUT_S = 2.0
 """For a page to ask for the record, at the end of such a cell."""
 _SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
+_BYTES_PER_MESSAGE = (200 << 10) * _SEND_INTERVAL_S
+"""With the record, which may follow at the end, the panel stays below 256 KB a second."""
 HEARTBEAT_INTERVAL_S = 2.0
 """Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 _FIRST_SAMPLE_INTERVAL_S = 0.2
@@ -106,7 +106,7 @@ class PanelView(View):
         self._needs_last = True
         """The page must be told once that nothing follows."""
         self._sender: threading.Thread | None = None
-        self._credit = _bytes_per_message()
+        self._credit = _BYTES_PER_MESSAGE
         self._sent_at = 0.0
         self._is_retired = False
         self._is_shown, self._is_recorded = threading.Event(), threading.Event()
@@ -311,7 +311,7 @@ class PanelView(View):
 
     def _send(self) -> None:
         """Send at most one message, if the rate limit allows it."""
-        self._credit = min(_bytes_per_message(), self._credit + _bytes_per_message())
+        self._credit = min(_BYTES_PER_MESSAGE, self._credit + _BYTES_PER_MESSAGE)
         if self._credit <= 0:
             return
         with self._lock:
@@ -391,10 +391,6 @@ def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:
     """Run at the end of each cell: settle the panels of a cell that can show nothing after its end."""
     while _awaited:
         _awaited.popleft().settle(wait)
-
-
-def _bytes_per_message() -> float:
-    return _MAX_BYTES_PER_S * _SEND_INTERVAL_S
 
 
 _ended: deque[PanelView] = deque()

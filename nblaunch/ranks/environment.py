@@ -17,7 +17,6 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.machine import processes
@@ -172,10 +171,6 @@ def keep_freed_memory(spec: RankSpec, *, in_thread: bool = False) -> None:
 @functools.cache  # reading a cgroup's files takes 1 ms
 def memory_to_keep() -> int:
     return min(physical_memory(), memory_left()) // 16
-
-
-def extend_path(path: Sequence[str]) -> None:
-    sys.path[:0] = [entry for entry in path if entry not in sys.path]
 
 
 def set_threads(threads: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from nblaunch.ranks.changed_values import content_of
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
+from nblaunch.transfer.tensors import needs_unwrapping
 from nblaunch.wire.messages import MAX_BOUND, Bound, NamesTaken, Payload, Question, SentName, Settings
 
 _MAX_COMPLETIONS = 500
@@ -170,7 +171,7 @@ class Namespace(pickling.Home):
     def _dump(self) -> Payload:
         """Return a payload that binds all names that can be sent, pickled by themselves, and names the others."""
         named = {n: value for n, value in self._named().items() if not n.startswith("__") and n not in PROVIDED}
-        values = {name: _unwrapped(value) for name, value in named.items()}
+        values = {name: value.module if needs_unwrapping(value) else value for name, value in named.items()}
         lost = {name: reason for name, value in values.items() if (reason := self._why_not(name, value))}
         values = {name: value for name, value in values.items() if name not in lost}
         changed = {name: f"`{name}` is kept as the module it wraps: wrap it again" for name in values}
@@ -221,13 +222,6 @@ class _Probe(pickling.Home):
     def key_of(self, obj: object) -> tuple[str, bool]:
         self.found = type(obj).__name__ if _holds_group(type(obj)) else self.found
         return "", False
-
-
-def _unwrapped(value: Any) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is None or not issubclass(type(value), torch.nn.parallel.DistributedDataParallel):
-        return value
-    return value._modules.get("module", value)
 
 
 def _holds_group(kind: type) -> bool:

@@ -234,7 +234,7 @@ class _Rank:
             if task.joins:
                 collective_log.begin_task()
                 process_group.join(task.world, self.spec.rank, self.spec.world_size)
-            environment.extend_path(task.path)
+            sys.path[:0] = [entry for entry in task.path if entry not in sys.path]
             if not task.takes_part:
                 link.send(Running(self.spec.rank, task.task))
                 return None, ()
