@@ -79,11 +79,6 @@ def mark_received(names: Mapping[str, Any]) -> None:
             waiting += vars(thing).values()
 
 
-def is_by_value(reduced: Any) -> bool:
-    """Return True if this is cloudpickle's reduction of a function or class that it sends by value."""
-    return isinstance(reduced, tuple) and len(reduced) == 6
-
-
 def reduce_by_value(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the reduction of a function or class that is sent by value."""
     make, made_of, state, items, entries, set_state = reduced

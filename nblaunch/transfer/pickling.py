@@ -175,7 +175,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             reduced = self._dynamic_function_reduce(obj)  # a module has it by a name of its own
         if isinstance(obj, (type, types.FunctionType)):
             self._note(obj)
-            if definitions.is_by_value(reduced):
+            if isinstance(reduced, tuple) and len(reduced) == 6:  # cloudpickle sends it by value
                 by_value = definitions.reduce_by_value(obj, reduced)
                 if self._home is None:
                     return by_value

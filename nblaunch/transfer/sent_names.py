@@ -43,12 +43,7 @@ class _Owned:
 
 @dataclass(slots=True)
 class Gathered:
-    """What a task sends.
-
-    Attributes:
-        names: The names to bind, and their values.
-        home: For the pickler.
-    """
+    """What a task sends: the names to bind with their values, and what the pickler must know."""
 
     names: dict[str, SentName]
     home: _Packing
@@ -92,7 +87,7 @@ class SentNames:
             self._disown(name)
         round_ = _Round(self, set(bound))
         for value in code:
-            round_.scan(value)
+            round_.dump("", value)
         round_.need(names)
         digests = round_.digests.items()
         to_send = {name for name, digest in digests if not is_idle or self._is_missing(name, digest, present)}
@@ -223,9 +218,6 @@ class _Round:
             if name in found and not is_known and not name.startswith("__"):
                 self._digest(name)
 
-    def scan(self, value: Any) -> None:
-        self._dump("", value)
-
     def sent_name(self, name: str) -> SentName:
         return SentName(self.sent.names[name], self.digests[name], holds=tuple(self.holds.get(name, ())))
 
@@ -233,12 +225,12 @@ class _Round:
         """Digest the names that a class uses which has no name itself."""
         if id(definition) not in self._visited:
             self._visited.add(id(definition))
-            self._dump(root, definition)
+            self.dump(root, definition)
 
     def _digest(self, name: str) -> None:
         self._open.add(name)
         try:
-            digest, things = self._dump(name, self.sent.names[name])
+            digest, things = self.dump(name, self.sent.names[name])
         except Exception:
             if name in self.bound:
                 return
@@ -248,7 +240,7 @@ class _Round:
         self.sent.own(name, digest, things)
         self.digests[name] = digest
 
-    def _dump(self, name: str, value: Any) -> tuple[bytes, list[Any]]:
+    def dump(self, name: str, value: Any) -> tuple[bytes, list[Any]]:
         hasher = _Hasher(self.sent)
         home = _Digesting(self, name)
         pickling.Pickler(hasher, hasher, home).dump(value)
