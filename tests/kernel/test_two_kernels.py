@@ -80,25 +80,3 @@ def stop_the_session(kernel: Kernel) -> None:
 
 def kill(kernel: Kernel) -> None:
     os.kill(kernel.pid, signal.SIGKILL)
-
-
-def test_two_kernels_debug_at_once(kernel: Kernel) -> None:
-    """Each types to its own ranks, and the death of one leaves the other at its prompt."""
-    state = kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
-    with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as other:
-        for each in (kernel, other):
-            each.run("%load_ext nblaunch").check()
-        stops = "%%distributed -n 2\nmine = {!r}\nif rank == 1: breakpoint()\nprint('went on', mine)"
-        ours, theirs = kernel.start_cell(stops.format("a")), other.start_cell(stops.format("b"))
-        kernel.type(ours, "p mine * 3")
-        other.type(theirs, "p mine * 3", "c")
-        assert "[rank 1] went on b" in other.finish_cell(theirs).check().text
-        theirs = other.start_cell(stops.format("b"))
-        other.wait_for_prompt()
-        kill(other)
-    kernel.type(ours, "p mine * 5", "c")
-    said = kernel.finish_cell(ours).check().text
-    assert "'aaa'" in said
-    assert "'aaaaa'" in said
-    assert "[rank 1] went on a" in said
-    assert "bbb" not in said
