@@ -16,9 +16,19 @@ from nblaunch.launch.export import export_cell
 from nblaunch.launch.options import TABLE, Options, flag_of, taken_by
 from nblaunch.launch.session import Session, how_to_start
 from nblaunch.notebook import actions
-from nblaunch.notebook.actions import COMMANDS, check_ranks, chosen_session, session_of_cell, show
+from nblaunch.notebook.actions import (
+    COMMANDS,
+    LineParser,
+    check_ranks,
+    chosen_session,
+    in_flags,
+    python_name,
+    ranks,
+    session_of_cell,
+    show,
+    words_of,
+)
 from nblaunch.notebook.cells import make_cell, names_used, paused
-from nblaunch.notebook.magic_line import LineParser, in_flags, python_name, ranks, words_of
 from nblaunch.wire.messages import Cell, Payload
 
 _ABOUT = """\

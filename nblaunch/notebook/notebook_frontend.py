@@ -23,9 +23,9 @@ from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import NullView, Stream, View
 from nblaunch.machine.server_cells import runs_on_server
+from nblaunch.notebook.cell_display import SessionDisplay
 from nblaunch.notebook.cells import goes_to_session, paused, resume
 from nblaunch.notebook.panel import PanelView, settle_panels
-from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
 
 _SERVE_INTERVAL_S = 0.1
