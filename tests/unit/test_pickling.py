@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import socket
@@ -10,11 +9,9 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nblaunch.transfer import definitions, reducers
 from nblaunch.transfer.pickling import (
@@ -114,23 +111,12 @@ def test_closures_classes_and_defaults_travel(notebook: Notebook) -> None:
     assert (net.size, net.twice()) == (4, 8)
 
 
-def test_an_object_of_a_cells_class_comes_back_as_that_class(notebook: Notebook) -> None:
-    names = notebook.run("class Net: pass")
-    assert type(sent(names["Net"]())) is names["Net"]
-
-
 def test_a_class_that_is_known_is_not_rewritten(notebook: Notebook) -> None:
     names = notebook.run("rate = 2\nclass Net:\n    size = 1\n    def scaled(self): return rate")
     data = dump(names["Net"]())
     names["Net"].size, names["rate"] = 5, 3
     net = pickle.loads(data)
     assert (type(net), net.size, net.scaled()) == (names["Net"], 5, 3)
-
-
-def test_an_object_sent_twice_arrives_once() -> None:
-    shared = [1]
-    first, second = sent((shared, {"again": shared}))
-    assert first is second["again"]
 
 
 class InteractiveShell:
@@ -168,10 +154,6 @@ def test_main_names_are_noted_by_qualified_name(notebook: Notebook) -> None:
 def test_lambdas_and_local_functions_are_not_resolved_by_name(notebook: Notebook) -> None:
     names = notebook.run("def make():\n    def inner(): pass\n    return inner, lambda: 0\npair = make()")
     assert found_in(names["pair"]).main == {}
-
-
-def test_library_classes_are_not_mains() -> None:
-    assert found_in([torch.nn.Linear, functools.partial, Path]).main == {}
 
 
 def test_files_that_only_linecache_knows_are_noted(notebook: Notebook) -> None:
