@@ -353,17 +353,12 @@ def coloured_runs(line: str) -> Iterator[tuple[str | None, str]]:
     yield from zip(rest[::2], rest[1::2], strict=True)
 
 
-def colour_codes(parameters: str) -> Iterator[list[int]]:
-    """Yield the codes of a colour sequence (ECMA-48 8.3.117), those of xterm's colours whole: ``[38, 5, 196]``."""
-    for code in _CODE.findall(parameters):
-        yield [int(part or 0) for part in re.split("[;:]", code)]
-
-
 @lru_cache(maxsize=1024)
 def _colour_after(colour: str, parameters: str) -> str:
     """Return the parameters in effect after `colour`, then `parameters`."""
     active: dict[int, list[int]] = {}
-    for code in colour_codes(f"{colour};{parameters}" if colour else parameters):
+    for found in _CODE.findall(f"{colour};{parameters}" if colour else parameters):  # xterm's colours whole: 38;5;196
+        code = [int(part or 0) for part in re.split("[;:]", found)]  # ECMA-48 8.3.117
         code = [24] if code == [4, 0] else code
         if code[0] == 0:
             active.clear()
