@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from operator import itemgetter
 from typing import TypeVar
 
 from nblaunch.launch.output.metric_names import (
@@ -25,7 +24,7 @@ from nblaunch.launch.output.metric_names import (
 )
 
 MAX_LINES = 16
-"""Ranks drawn as lines; more ranks are drawn as a band."""
+"""Ranks drawn as lines: the first."""
 COLOURS = ("#2f6fe4", "#d9730d", "#16913f", "#b030c8", "#0b8fa5", "#d6336c", "#7c8b00", "#6b4fd8")
 """Colours of ranks and runs: mid-tones, visible on white and on black. The panel's style sheet has the same."""
 MEAN_COLOUR = "#7b7b7b"
@@ -227,7 +226,7 @@ def line_chart(
     way: Direction = "",
     most_points: int = MAX_POINTS,
 ) -> str:
-    """Draw an SVG document on a transparent ground: a thin line for each rank and a thick one for their mean.
+    """Draw an SVG document on a transparent ground: thin lines for the first ranks and a thick one for the mean of all.
 
     A rank alone has the thick line. A non-finite point leaves a gap, and `marked` is a ring at the best point.
     The scale of a rate begins at 0; the way "down" allows a logarithmic scale, see `LOG_RATIO`. Many ranks get fewer
@@ -247,11 +246,9 @@ def line_chart(
     is_log = way == "down" and bool(levels) and 0 < LOG_RATIO * min(levels) <= max(levels)
     scale = _Scale(across, _span(map(math.log10, levels) if is_log else levels), is_log)
     parts = _axes(scale, kind, is_flat=len(set(levels)) == 1)
-    if len(ranks) > MAX_LINES:
-        parts.append(_band(ranks, scale))
-    elif len(ranks) > 1:
-        most = max(8, most_points // max(1, len(ranks) // 4))
-        for rank, points in ranks.items():
+    if len(ranks) > 1:
+        most = max(8, most_points // max(1, min(len(ranks), MAX_LINES) // 4))
+        for rank, points in itertools.islice(ranks.items(), MAX_LINES):
             parts.append(_line(downsampled(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"'))
     thick = mean if len(ranks) != 1 else next(iter(ranks.values()))
     if thick:
@@ -307,17 +304,6 @@ def _line(points: Sequence[Point], scale: _Scale, colour: str, width: float, mor
 def stroke_beside(name: str) -> Stroke:
     """Return the stroke of a metric's line in the chart of another one."""
     return PART_STROKES[family(name)[1]]
-
-
-def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:
-    """Return the area between the lowest and the highest of all ranks, in columns."""
-    found: dict[int, list[Point]] = {}
-    for point in filter(is_drawable, itertools.chain.from_iterable(ranks.values())):
-        share = (point[0] - scale.x[0]) / (scale.x[1] - scale.x[0])
-        found.setdefault(min(columns - 1, int(share * columns)), []).append(point)
-    lows, highs = ([pick(found[at], key=itemgetter(1)) for at in sorted(found)] for pick in (min, max))
-    corners = [f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in [*lows, *reversed(highs)]]
-    return f'<path d="M{"L".join(corners)}Z" fill="{COLOURS[0]}" fill-opacity=".35"/>' if corners else ""
 
 
 def _axes(scale: _Scale, kind: Kind, *, is_flat: bool) -> list[str]:

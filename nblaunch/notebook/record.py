@@ -381,10 +381,9 @@ def _legend(summary: Summary) -> str:
     if len(ranks) < 2:
         return ""
     mean = f'<span style="color:{MEAN_COLOUR}">━ mean</span>'
-    if len(ranks) > MAX_LINES:
-        rest = f'<span style="color:{colour_of(0)}">▒ lowest to highest of {len(ranks)} ranks</span>'
-    elif len(ranks) > len(COLOURS):
-        rest = f'<span style="{DIM}">─ {len(ranks)} ranks</span>'
+    if len(ranks) > len(COLOURS):
+        first = f"the first {MAX_LINES} of " if len(ranks) > MAX_LINES else ""
+        rest = f'<span style="{DIM}">─ {first}{len(ranks)} ranks</span>'
     else:
         names = [f"rank {ranks[0]}", *map(str, ranks[1:])]
         rest = " ".join(
