@@ -44,7 +44,7 @@ _Row = TypeVar("_Row", bound=tuple[float, ...])
 """A point, and perhaps more numbers."""
 
 MAX_POINTS = 300
-"""Points of one series in the record, and of one line in a chart: about one a pixel."""
+"""Points of one line in a chart: about one a pixel."""
 MAX_DRAWABLE = 1e300
 """The difference of larger numbers may be infinite."""
 

@@ -20,7 +20,6 @@ from nblaunch.launch.views import Failure, LaunchInfo, duration_text
 from nblaunch.notebook.charts import (
     COLOURS,
     MAX_LINES,
-    MAX_POINTS,
     MEAN_COLOUR,
     Line,
     Point,
@@ -29,16 +28,14 @@ from nblaunch.notebook.charts import (
     clean,
     colour_of,
     data_uri,
-    downsampled,
     has_line,
     line_chart,
     line_of,
-    mean_of,
     stroke_beside,
     summarise,
 )
 from nblaunch.notebook.page_messages import OutputContent
-from nblaunch.notebook.panel_state import PanelState, Series
+from nblaunch.notebook.panel_state import PanelState
 
 FAILED_COLOUR = "#d64a3f"
 MONO = "font-family:monospace;font-size:12px;line-height:1.4"
@@ -140,7 +137,10 @@ def record_of(
         ranks=info.ranks_in_words if info else "0 ranks",
         device=info.device if info else "",
         ended_at=ended_at,
-        metrics={name: _thinned(ranks, numbered=name in state.plan.numbered) for name, ranks in state.series.items()},
+        metrics={
+            name: {rank: series.points(numbered=name in state.plan.numbered) for rank, series in ranks.items()}
+            for name, ranks in state.series.items()
+        },
         charts=[chart.names for chart in state.plan.charts],
         numbered=state.plan.numbered,
         best={name: (entry.x, math.nan if entry.y is None else entry.y) for name, (_, entry) in state.best.items()},
@@ -151,22 +151,6 @@ def record_of(
         launch_id=info.launch_id if info else "",
         outputs=outputs,
     )
-
-
-def _thinned(ranks: Mapping[int, Series], *, numbered: bool) -> dict[int, list[Point]]:
-    """Return at most `MAX_POINTS` points of each rank. All ranks keep the same x, so that their mean is exact."""
-    all_points = {rank: series.points(numbered=numbered) for rank, series in ranks.items()}
-    if max(map(len, all_points.values())) <= MAX_POINTS:
-        return all_points
-    kept = {x for x, _ in downsampled(mean_of(all_points), MAX_POINTS - 1)}
-    thinned = {
-        rank: [point for point in points[:-1] if point[0] in kept] + points[-1:] for rank, points in all_points.items()
-    }
-    # Ranks that share no x have no mean.
-    return {
-        rank: points if 1 < len(points) <= MAX_POINTS else downsampled(all_points[rank])
-        for rank, points in thinned.items()
-    }
 
 
 # ------------------------------------------------------------------ words
