@@ -78,7 +78,7 @@ class _OpenDebugger:
 
     @property
     def takes_command(self) -> bool:
-        """True if it waits for a command, not for a line of ``commands`` or of ``input``."""
+        """True if it waits for a command, not for a line of ``input`` or the rest of a statement."""
         return self.asked is not None and self.asked.is_command
 
     @property

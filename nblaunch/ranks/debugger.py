@@ -46,14 +46,14 @@ class RankDebugger(Pdb):
 
     def __init__(self, keyboard: Keyboard, by: OpenedBy, command: str = "") -> None:
         self._screen = Screen(keyboard)
-        lines = Lines(keyboard, self._screen, lambda: not (self.commands_defining or self._continues))
+        lines = Lines(keyboard, self._screen, lambda: not self._continues)
         self._continues = False
         """The line that is read continues a statement."""
         super().__init__(stdin=lines, stdout=self._screen, nosigint=True, readrc=False)
         self.prompt = ""
         self.report_skipped = False
         self._keyboard, self._by = keyboard, by
-        self._steps = self._has_quit = self._is_silent = False
+        self._steps = self._has_quit = False
         self._command = command
         self.is_open = False
 
@@ -134,17 +134,8 @@ class RankDebugger(Pdb):
         return super().postcmd(stop, line)
 
     def print_stack_entry(self, *args: Any, **options: Any) -> None:
-        if not (self._command or self._is_silent):
+        if not self._command:
             super().print_stack_entry(*args, **options)
-        self._is_silent = False
-
-    def bp_commands(self, frame: FrameType) -> bool:
-        """Queue the commands of the breakpoint that was reached, instead of running them before the debugger opens."""
-        number, self.currentbp = getattr(self, "currentbp", 0), 0
-        if number in self.commands:
-            self.cmdqueue += self.commands[number]
-            self._is_silent = self.commands_silent[number]
-        return True
 
     @contextlib.contextmanager
     def _disable_command_completion(self) -> Iterator[None]:
@@ -242,6 +233,10 @@ class RankDebugger(Pdb):
     def do_pinfo2(self, arg: str) -> None:
         """pinfo2: print what is known of an object, and its source, as ``x??`` does."""
         self.do_pinfo(arg, detail_level=1)
+
+    def do_commands(self, arg: str) -> None:
+        """Not here: they would run before the debugger opens."""
+        self.error("commands: not in a rank")
 
     def do_debug(self, arg: str) -> None:
         """Not here: a second debugger would trace the first."""

@@ -68,19 +68,6 @@ def test_the_rest_of_a_statement_is_asked_for(kernel: Kernel) -> None:
     assert "SyntaxError" in plain(cell)
 
 
-def test_a_breakpoints_commands_run_when_it_is_reached(kernel: Kernel) -> None:
-    body = "%%distributed -n 1\ndef f():\n    breakpoint()\n    for i in range(3):\n        y = i * 11\nf()"
-    lines = ["b 6", "commands 1", "p 'at', y", "end", "c", "p i + 40", "c", "cl 1", "c"]
-    cell = kernel.debug(body.replace("y = i * 11", "y = i * 11\n        z = y"), *lines).check()
-    said = plain(cell)
-    assert "('at', 0)\n" in said
-    assert "('at', 11)\n" in said
-    assert "40\n" in said
-    silent = ["b 6", "commands 1", "silent", "p 'quiet', y", "c", "c"]
-    cell = kernel.debug(body.replace("y = i * 11", "y = i * 11\n        z = y"), *silent).check()
-    assert [f"('quiet', {y})" in plain(cell) for y in (0, 11, 22)] == [True] * 3
-
-
 def test_a_breakpoint_ends_with_its_task(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name breaks").check()
     try:
