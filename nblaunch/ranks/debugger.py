@@ -30,6 +30,13 @@ from nblaunch.wire.messages import Closed, Opened, OpenedBy, Printed
 _MAX_ERROR = 1000
 _MAX_TEXT = 1 << 20
 _TAKES_EXCEPTIONS = hasattr(ipythons, "CHAIN_EXCEPTIONS")  # from IPython 8.15 on: its command `exceptions`
+_MOVES = {"continue", "next", "return", "step", "until"}
+_REFUSED = {
+    "commands": "commands: not in a rank",
+    "debug": "debug: not in a rank",
+    "interact": "interact: not in a rank; type statements here",
+    "run": "run the cell again",
+}
 _PAUSES = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -147,6 +154,22 @@ class RankDebugger(Pdb):
             self._continues = False
 
     # -------------------------------------------------------------- commands
+    def onecmd(self, line: str) -> bool:
+        """Refuse what has no place in a rank, and what needs a rank that has stopped at a breakpoint."""
+        command, arg, _ = self.parseline(line)
+        name = getattr(getattr(self, f"do_{command}", None), "__name__", "").removeprefix("do_")  # do_n is do_next
+        moves = name in _MOVES
+        self._steps = moves and self._by == "breakpoint" and (name != "continue" or bool(self.breaks))
+        if name in _REFUSED:
+            self.error(_REFUSED[name])
+        elif self._by == "breakpoint" or not (moves or name == "jump" or (name in ("break", "tbreak") and arg)):
+            return super().onecmd(line)
+        elif not moves:
+            self.error(f"only a rank that has stopped at a breakpoint takes {name}")
+        elif self._by == "look":
+            self.message("This rank runs on by itself; q closes the look at it")
+        return moves and self._by == "exception"  # nothing goes on after one
+
     def do_quit(self, arg: str) -> bool:
         """q(uit): end the debugging. In a running rank, interrupt all ranks of the launch."""
         if self._by == "breakpoint":
@@ -160,68 +183,6 @@ class RankDebugger(Pdb):
         """Quit."""
         return self.do_quit(arg)
 
-    def do_continue(self, arg: str) -> bool:
-        """c(ontinue): go on until the next breakpoint."""
-        self._steps = bool(self.breaks)
-        return self._moves(super().do_continue, arg)
-
-    do_c = do_cont = do_continue
-
-    def do_next(self, arg: str) -> bool:
-        """n(ext): go on to the next line of this function."""
-        return self._steps_with(super().do_next, arg)
-
-    do_n = do_next
-
-    def do_step(self, arg: str) -> bool:
-        """s(tep): go on to the next line, in a called function or here."""
-        return self._steps_with(super().do_step, arg)
-
-    do_s = do_step
-
-    def do_return(self, arg: str) -> bool:
-        """r(eturn): go on until this function returns."""
-        return self._steps_with(super().do_return, arg)
-
-    do_r = do_return
-
-    def do_until(self, arg: str) -> bool:
-        """unt(il): go on to a line with a higher number."""
-        return self._steps_with(super().do_until, arg)
-
-    do_unt = do_until
-
-    def _steps_with(self, command: Any, arg: str) -> bool:
-        self._steps = True
-        return self._moves(command, arg)
-
-    def _moves(self, command: Any, arg: str) -> bool:
-        if self._by == "breakpoint":
-            return bool(command(arg))
-        self._steps = False
-        if self._by == "look":
-            self.message("This rank runs on by itself; q closes the look at it")
-            return False
-        return True  # nothing goes on after an exception
-
-    def do_jump(self, arg: str) -> bool | None:
-        """j(ump): set the line that is run next."""
-        if self._by != "breakpoint":
-            self.error("only a rank that has stopped at a breakpoint can jump")
-            return None
-        return super().do_jump(arg)
-
-    do_j = do_jump
-
-    def do_break(self, arg: str, temporary: Any = False) -> bool | None:
-        """b(reak): set a breakpoint for the rest of the task."""
-        if self._by != "breakpoint" and arg:
-            self.error("only a rank that has stopped at a breakpoint can set another")
-            return None
-        return super().do_break(arg, temporary)
-
-    do_b = do_break
-
     def do_pinfo(self, arg: str, detail_level: int = 0) -> None:
         """pinfo: print what is known of an object, as ``x?`` does."""
         try:
@@ -233,24 +194,6 @@ class RankDebugger(Pdb):
     def do_pinfo2(self, arg: str) -> None:
         """pinfo2: print what is known of an object, and its source, as ``x??`` does."""
         self.do_pinfo(arg, detail_level=1)
-
-    def do_commands(self, arg: str) -> None:
-        """Not here: they would run before the debugger opens."""
-        self.error("commands: not in a rank")
-
-    def do_debug(self, arg: str) -> None:
-        """Not here: a second debugger would trace the first."""
-        self.error("debug: not in a rank")
-
-    def do_interact(self, arg: str) -> None:
-        """Not here: a statement may be typed at the prompt, which asks for the rest of it."""
-        self.error("interact: not in a rank; type statements here")
-
-    def do_run(self, arg: str) -> None:
-        """Not here: the launch restarts by running its cell again."""
-        self.error("run the cell again")
-
-    do_restart = do_run
 
     def do_place(self, arg: str) -> None:
         """place: print the current line with its place."""
