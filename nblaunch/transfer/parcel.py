@@ -196,7 +196,7 @@ class SentDataCache:
         """Put regions into segments, cached ones where their content is the same."""
         budget(0)  # report a bad setting before copying
         with self._lock:
-            placed = {region: known for region in regions if (known := self._same(region)) is not None}
+            placed = {region: known for region in regions if (known := self.same(region)) is not None}
             new = [region for region in regions if region not in placed]
             for region in new:
                 self._known.pop(region, None)
@@ -217,7 +217,9 @@ class SentDataCache:
     def same(self, region: Region) -> Placed | None:
         """Return the copy of a region that the cache or a launch holds, if its content is the same."""
         with self._lock:
-            return self._same(region)
+            reference, offset = self._known.get(region, (None, 0))
+            segment = None if reference is None else reference()
+            return None if segment is None or not segment.equals(offset, region) else Placed(segment, offset, False)
 
     @property
     def size(self) -> int:
@@ -230,11 +232,6 @@ class SentDataCache:
             size = self.size
             self._kept.clear()
             return size
-
-    def _same(self, region: Region) -> Placed | None:
-        reference, offset = self._known.get(region, (None, 0))
-        segment = None if reference is None else reference()
-        return None if segment is None or not segment.equals(offset, region) else Placed(segment, offset, False)
 
     def _evict(self, most: int) -> None:
         sizes = itertools.accumulate(segment.size for segment in self._kept[:_MAX_SEGMENTS])
