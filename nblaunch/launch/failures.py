@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from nblaunch.engines.protocol import Log
@@ -27,7 +26,6 @@ from nblaunch.errors import (
     add_note,
     text_of,
 )
-from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.terminal_lines import last_lines
@@ -37,7 +35,7 @@ from nblaunch.launch.verdict import Cause
 from nblaunch.launch.views import Failure, Stream
 from nblaunch.machine.limits import advice_on_threads
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
-from nblaunch.transfer import cell_effects, pickling
+from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
@@ -139,8 +137,7 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
         add_note(error, failed.advice)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
-    names = host().notebook_names() or {}
-    unsent = unsent_name(failed, account.sources) or unsent_attribute(failed, host().cells(), names)
+    unsent = unsent_name(failed, account.sources)
     if unsent and not account.asked:
         add_note(error, unsent)
     text = _labelled(failed.traceback, account.sources)
@@ -168,22 +165,6 @@ def unsent_name(failed: Failed, sources: Mapping[str, Source]) -> str:
         f"The notebook has `{name}`, but did not send it: only names that the code mentions are sent. Mention "
         f"`{name}` in the function or cell, or pass its value as an argument."
     )
-
-
-def unsent_attribute(failed: Failed, cells: Sequence[CellSource], namespace: Mapping[str, Any]) -> str:
-    """Return a note if an error names what a cell has set on a module or class, and what cannot be sent."""
-    words = set(re.findall(r"\w+", failed.text[:_MAX_DETAILS]))
-    set_in_ranks = cell_effects.attributes_set_in([cell.python for cell in cells], namespace)
-    words -= {name for _, _, name in set_in_ranks}
-    for cell in reversed(cells):
-        for path in cell_effects.effects_of(cell.python).attributes:
-            owner, *_, name = path.split(".")
-            if name in words and isinstance(namespace.get(owner), (type, ModuleType)):
-                return (
-                    f"{cell.label} adds `{name}` to a module or class of the notebook. Ranks import modules "
-                    "themselves, without it: add it in the function, too, or in a file that the notebook imports."
-                )
-    return ""
 
 
 def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedError:

@@ -1,22 +1,16 @@
-"""Which imports and attributes of cells ranks repeat, and what errors say of cells' other changes to modules."""
+"""Which imports and attributes of cells ranks repeat."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Lock
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from nblaunch.launch.cell_statements import CellSource
-from nblaunch.launch.failures import unsent_attribute
 from nblaunch.transfer import cell_effects
 from nblaunch.transfer.cell_effects import attributes_set_in, import_here, imported_in, set_here
-from nblaunch.wire.messages import Failed
 
 FILES = {
     "ownpkg/__init__.py": "class Learner: ...\ndef __getattr__(name):\n    {}[name]",
@@ -127,25 +121,3 @@ def test_a_function_with_another_closure_is_another_one() -> None:
     for number in 1, 2:
         set_here({("ownpkg", "", "f"): (lambda n: lambda: n)(number)}, is_kept=True)
         assert sys.modules["ownpkg"].f() == number
-
-
-NAMES = {"config": {}, "nn": torch.nn, "torch": torch, "Path": Path, "args": SimpleNamespace(), "lock": Lock()}
-
-
-@pytest.mark.parametrize(
-    ("cell", "error", "name"),
-    [
-        ("x, nn.Module.summary = 1, lock", "'Linear' object has no attribute 'summary'", "summary"),
-        ("if True:\n    Path.tail = lock", "type object 'Path' has no attribute 'tail'", "tail"),
-        ("config['lr'] = 3\nlr = 4\nprint('lr')\nself.lr = 3", "KeyError: 'lr'", ""),
-        ("def f():\n    nn.small = 3", "has no attribute 'small'", ""),
-        ("args.batch_size = 8", "ValueError: Expected input batch_size (4) to match target batch_size (8)", ""),
-        ("torch.backends.cudnn.deterministic = True", "put_ does not have a deterministic version", ""),
-        ("nn.models[3] = 3; x: int; no syntax", "KeyError: 3", ""),
-    ],
-)
-def test_an_error_names_the_cell_that_changed_a_module(cell: str, error: str, name: str) -> None:
-    failed = Failed(0, 1, 0, "exception", "KeyError", error, "")
-    cells = [CellSource("Cell In[1]", "", "x = 1"), CellSource("Cell In[2]", cell, cell)]
-    found = unsent_attribute(failed, cells, NAMES)
-    assert found.startswith(f"Cell In[2] adds `{name}`") if name else found == ""
