@@ -94,11 +94,8 @@ class FakeWorker:
     written: dict[Stream, bytearray] = field(
         default_factory=lambda: {"out": bytearray(), "err": bytearray(), "spool": bytearray()}
     )
-    begun: list[Begun] = field(default_factory=list)
-    lost: Dropped = field(default_factory=Dropped)
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
-    on_interrupt: Callable[[], None] = lambda: None
     has_exited: bool = False
 
     # -------------------------------------------------------------- what the rank does
@@ -138,7 +135,6 @@ class FakeWorker:
     # -------------------------------------------------------------- what the kernel asks
     def interrupt(self, task: int) -> None:
         self.signal(signal.SIGINT)
-        self.on_interrupt()
 
     def free(self, task: int) -> None:
         """It waits in no collective."""
@@ -158,10 +154,10 @@ class FakeWorker:
         raise AssertionError("it displays nothing")
 
     def dropped(self) -> Dropped:
-        return self.lost
+        return Dropped()
 
     def collectives(self) -> Sequence[Begun]:
-        return list(self.begun)
+        return ()
 
 
 class FakeWorkers:
@@ -174,7 +170,7 @@ class FakeWorkers:
         self.heard_at = 0.0
         self.tasks: list[Task] = []
         self.samplers: list[FakeSampler] = []
-        self.is_abandoned = self.is_closed = False
+        self.is_closed = False
         self.hint: str | None = "waiting"
 
     notes = ()
@@ -230,7 +226,7 @@ class FakeWorkers:
         return self.hint
 
     def abandon(self) -> None:
-        self.is_abandoned = True
+        """No process holds on."""
 
     def close(self) -> None:
         self.is_closed = True

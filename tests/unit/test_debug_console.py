@@ -217,33 +217,12 @@ def test_all_says_who_takes_no_command(ranks: Ranks) -> None:
     assert ranks.news.endswith("rank 0 is busy with its last command\nrank 2 waits for input\n")
 
 
-def test_the_help_of_each_kind_is_shown_once(ranks: Ranks) -> None:
-    ranks.console.look(0)
-    ranks.looked_at(0)
-    assert "q: close" in ranks.news
-    ranks.stops(1)
-    ranks.types("rank 1")
-    assert "q or EOF: stop all ranks, h: help\n" in ranks.news
-    ranks.asks(1)
-    ranks.types("rank 0")
-    assert "q: " not in ranks.news
-
-
 def test_a_click_on_a_rank_in_input_shows_its_prompt(ranks: Ranks) -> None:
     ranks.reads(0, "a? ")
     ranks.reads(1, "b? ")
     ranks.console.look(1)
     assert ranks.prompt == "(rank 1 of 3) b? "
     assert ranks.news == "rank 1 waits for input\n"
-
-
-@pytest.mark.parametrize("word", ["rank", "ranks", "all"])
-def test_the_console_explains_its_own_words(ranks: Ranks, word: str) -> None:
-    ranks.stops(1)
-    ranks.news  # noqa: B018  # read
-    assert ranks.types(f"help {word}") == []
-    assert ranks.news.startswith(word)
-    assert ranks.types("help p") == [(1, Typed(TASK, 1, "help p"))]
 
 
 def test_answers_to_all_wake_the_cell_at_once(ranks: Ranks) -> None:
@@ -308,8 +287,3 @@ def test_a_prompt_ends_with_its_rank(ranks: Ranks) -> None:
     ranks.stops(1)
     ranks.console.left({1: lambda: ""})
     assert (ranks.prompt, ranks.console.is_open) == ("", False)
-
-
-def test_cells_are_named_as_in_the_notebook(ranks: Ranks) -> None:
-    ranks.stops(0, "> <cell 1>(4)f()\n")
-    assert ranks.news.endswith("> Cell In[1](4)f()\n")

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 
 from nblaunch.engines import current
 from nblaunch.errors import ArgumentError, PayloadError
@@ -78,33 +76,6 @@ def test_cells_that_are_no_python_and_top_level_awaits_are_left_out() -> None:
 
 
 # ------------------------------------------------------------------ literals
-PLAIN = strategies.recursive(
-    strategies.none()
-    | strategies.booleans()
-    | strategies.integers()
-    | strategies.floats(allow_nan=False)
-    | strategies.text()
-    | strategies.binary(),
-    lambda inner: (
-        strategies.lists(inner)
-        | strategies.tuples(inner, inner)
-        | strategies.tuples(inner)
-        | strategies.dictionaries(strategies.text(), inner)
-    ),
-    max_leaves=10,
-)
-
-
-@hypothesis.given(PLAIN)
-def test_a_literal_gives_the_value_again(value: object) -> None:
-    text = literal_of(value)
-
-    if text is not None:  # short enough
-        again = eval(text)
-        assert again == value
-        assert repr(again) == repr(value)
-
-
 @pytest.mark.parametrize(
     "value",
     [

@@ -211,15 +211,6 @@ def test_a_kept_rank_in_its_finally_is_freed_before_it_is_killed() -> None:
     assert ladder.to_free(BEGUN + GRACE * 0.51, [0, 1], has_left=False) == [0, 1]
 
 
-def test_a_kept_rank_is_killed_when_the_user_insists() -> None:
-    stop = Stop(1)
-    stop.ladder = Ladder(ByUser(), BEGUN, GRACE, SESSION)
-    assert stop.at(0) == interrupts(0)
-    stop.ladder.at_once = True
-    assert stop.at(0.1) == kills(0)
-    assert stop.ladder.countdown(BEGUN + 0.1, 0) == "stopping"
-
-
 def test_a_question_kills_no_rank_and_is_given_up() -> None:
     for policy, freed in ((QUESTION, []), (EXPRESSION, [0])):
         stop = Stop(1)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy.random
 import pytest
 import torch
 
@@ -338,26 +337,6 @@ def torchs_settings_restored() -> Iterator[None]:
 
 def settings_now() -> Settings:
     return for_function(print, (), None).settings
-
-
-def test_the_notebooks_random_states_travel() -> None:
-    settings = arrived(for_function(print, (), None)).settings
-    assert settings.python_rng == random.getstate()
-    assert numpy.array_equal(settings.numpy_rng[1], numpy.random.get_state()[1])  # type: ignore[index]  # the legacy tuple
-    assert settings.torch_rng == bytes(torch.get_rng_state().tolist())
-
-
-def test_torchs_settings_travel(torchs_settings_restored: None) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.set_float32_matmul_precision("high")
-    torch._C._set_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.manual_seed(12)
-    settings = settings_now()
-    assert (settings.flags["default dtype"], settings.flags["matmul precision"]) == (torch.float64, "high")
-    assert settings.flags["deterministic"] == (True, True)
-    assert (settings.flags["cudnn.deterministic"], settings.flags["cudnn.benchmark"]) == (True, False)
-    assert settings.torch_seed == 12
 
 
 def test_a_seed_that_was_not_set_is_not_set_in_the_ranks(torchs_settings_restored: None) -> None:

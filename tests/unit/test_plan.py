@@ -295,12 +295,6 @@ def test_accelerates_mixed_precision_variable_is_set(precision: str, seen: str |
     assert planned(mixed_precision=precision).env.get("ACCELERATE_MIXED_PRECISION") == seen
 
 
-def test_limits_are_kept_as_given() -> None:
-    plan = planned(timeout=5, stop_grace=0.5, max_restarts=numpy.int32(2))
-    assert (plan.options.timeout, plan.options.stop_grace, plan.options.max_restarts) == (5.0, 0.5, 2)
-    assert planned().options.timeout is None
-
-
 # ------------------------------------------------------------------ the machine
 def test_a_machine_without_gpu_drivers_needs_no_torch() -> None:
     code = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,22 +88,11 @@ def test_columns_give_back_every_report_as_it_was(reports: list[Report]) -> None
     assert Metrics(reports)[::-2] == list(Metrics(reports))[::-2]
 
 
-def test_a_value_that_is_no_number_is_kept_as_it_is() -> None:
-    assert math.isnan(Metrics([Report(0, 1.0, None, {"loss": math.nan})])[-1].values["loss"])
-    with pytest.raises(IndexError, match="out of range"):
-        Metrics(REPORTS)[4]
-
-
 def test_last_is_the_mean_over_the_ranks_that_reported_it() -> None:
     assert Metrics(REPORTS).last == {"loss": pytest.approx(0.65), "accuracy": 0.1, "lr": 0.01}
     alike = [Report(rank, 1.0, 1, {"loss": 0.1}) for rank in range(3)]
     assert Metrics(alike).last == {"loss": 0.1}  # to the last bit
     assert Metrics([]).last == {}
-
-
-def test_the_repr_has_the_number_of_reports_and_the_last_values() -> None:
-    assert repr(Metrics([])) == "Metrics(0 reports)"
-    assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.65 (mean of 2 ranks), accuracy 0.1, lr 0.01)"
 
 
 def test_pandas_gets_a_row_per_report_and_a_column_per_metric() -> None:

@@ -68,11 +68,6 @@ def test_a_dump_is_read_with_the_oldest_call_first() -> None:
     assert main.frames[-2:] == (Frame(CELL, 4, "train"), Frame(LIBRARY, 4818, "barrier"))
 
 
-@pytest.mark.parametrize("dump", ["", "\n", 'File "', "Fatal Python error: Aborted\n", '  File "x.py", line 1 in f\n'])
-def test_a_text_that_is_no_dump_has_no_threads(dump: str) -> None:
-    assert parse(dump) == []
-
-
 def test_a_dump_that_is_cut_anywhere_is_read_as_far_as_it_goes() -> None:
     for end in range(len(DUMP)):
         stacks = parse(DUMP[:end])
@@ -130,12 +125,6 @@ def test_an_edited_line_is_shown_as_it_is_now(tmp_path: Path) -> None:
     for text in ("first()", "second_and_longer()"):
         module.write_text(text + "\n")
         assert StackFormatter({}).format([stack], MAIN).splitlines()[-1] == f"    {text}"
-
-
-def test_a_rank_in_our_own_code_is_shown_there() -> None:
-    stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "serve")))
-
-    assert "worker.py" in StackFormatter(SOURCES).format([stack], MAIN)
 
 
 @pytest.mark.parametrize(
@@ -312,16 +301,6 @@ def test_a_ranks_own_dump_is_parsed_like_faulthandlers() -> None:
     assert any(stack.name == "MainThread" and not stack.cut for stack in parse(text))
     assert text.startswith(BEGIN)
     assert text.endswith(WHOLE)
-
-
-def test_a_slowly_starting_rank_is_shown_as_starting(asking: Asking) -> None:
-    asking.live(0)
-    asked = asking.commands.want_stacks(0.05)
-
-    asking.look_until(asked.done)
-
-    assert asked.result() == {0: "it is still starting, and has run no Python code of this launch"}
-    assert asking.sent == []
 
 
 def test_only_ranks_that_answered_before_their_end_are_shown(asking: Asking) -> None:

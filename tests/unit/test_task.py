@@ -32,7 +32,6 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, this_process
 from nblaunch.wire.channel import LostDescriptorsError
 from nblaunch.wire.messages import Done, Leaving, Payload, Running, Settings, Source, World
-from nblaunch.wire.tables import Dropped
 from tests.unit.fake_engine import FAKE_PID, FakeEngine, FakeStackDumps, FakeWorker, FakeWorkers
 
 GRACE_S = 30.0
@@ -176,17 +175,6 @@ def test_a_task_whose_ranks_all_return_has_finished(scene: Scene) -> None:
     assert scene.signals() == [[], []]
 
 
-def test_a_task_is_over_when_each_rank_has_returned_or_failed(scene: Scene) -> None:
-    scene.run_all()
-    scene[0].returns()
-    scene.step()
-    assert not scene.is_over()
-    scene[1].raises()
-    scene.step()
-    assert scene.is_over()
-    assert scene.group.live == [0, 1]
-
-
 def test_results_are_the_takers_to_close(scene: Scene) -> None:
     kept, left = os.pipe()
     scene.run_all()
@@ -263,17 +251,6 @@ def test_a_result_that_cannot_be_sent_lets_the_others_return(scene: Scene) -> No
     assert scene[0].signals == [signal.SIGINT]
 
 
-def test_a_dead_rank_is_the_cause_and_a_collectives_error_its_echo(scene: Scene) -> None:
-    scene.run_all()
-    scene[1].raises(collective="all_reduce")
-    scene.clock.now += 0.01
-    scene[0].exits(-signal.SIGKILL)
-    scene.step()
-    assert scene.cause == ("failed", "died", 0)
-    scene.step()
-    assert scene.view.states == {0: "failed", 1: "ended"}
-
-
 def test_a_failure_is_noted_once_while_others_still_run(scene: Scene) -> None:
     scene.run_all()
     scene[1].raises("it broke")
@@ -295,50 +272,7 @@ def test_a_rank_that_cannot_be_started_stops_the_others(scene: Scene) -> None:
     assert scene[0].signals == [signal.SIGINT]
 
 
-def test_ranks_that_lost_their_reaper_are_lost(scene: Scene) -> None:
-    scene.run_all()
-    scene.workers.is_killed()
-    scene.step()
-    assert scene.group.is_over
-    assert scene.cause == ("failed", "lost", -1)
-
-
 # ------------------------------------------------------------------ stopping
-def test_a_stop_interrupts_each_rank_once(scene: Scene) -> None:
-    scene.run_all()
-    scene.commands.ask()
-    for _ in range(3):
-        scene.step(0.1)
-    assert scene.signals() == [[signal.SIGINT], [signal.SIGINT]]
-    assert scene.view.states == {0: "stopping", 1: "stopping"}
-
-
-def test_a_rank_that_acknowledges_has_its_grace(scene: Scene) -> None:
-    scene.run_all()
-    for worker in scene.workers.ranks:
-        worker.on_interrupt = worker.acknowledges
-    scene.commands.interrupts_to_kill = 1
-    scene.commands.ask()
-    scene.step()
-    scene.step(GRACE_S - 1)
-    assert scene.signals() == [[signal.SIGINT], [signal.SIGINT]]
-    assert scene.view.countdowns[-1] == "stopping: 1 s left for checkpoints; interrupt again to kill now"
-    scene.step(1)
-    assert scene.signals() == [[signal.SIGINT, signal.SIGKILL]] * 2
-    assert scene.cause == ("stopped", "", -1)
-
-
-def test_ranks_that_return_during_a_stop_have_finished(scene: Scene) -> None:
-    scene.run_all()
-    for worker in scene.workers.ranks:
-        worker.on_interrupt = worker.returns_and_exits
-    scene.commands.ask()
-    scene.step()
-    scene.step()
-    assert scene.task.verdict().state == "finished"
-    assert scene.view.states == {0: "returned", 1: "returned"}
-
-
 def test_a_rank_in_a_collective_is_killed_soon_after_a_failure(scene: Scene) -> None:
     scene.run_all()
     scene[0].stacks.answer = IN_COLLECTIVE
@@ -377,17 +311,6 @@ def test_a_look_at_collectives_that_fails_stops_no_task(scene: Scene, monkeypatc
     assert (scene.is_over(), scene.task.ladder) == (False, None)
 
 
-def test_a_rank_in_its_own_code_has_the_usual_time(scene: Scene) -> None:
-    scene.run_all()
-    scene[0].stacks.answer = IN_PYTHON
-    scene[1].raises()
-    scene.step()
-    scene.step(timeouts.PEER_FAILURE_WAIT_S)
-    for _ in range(3):
-        scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S)
-    assert scene[0].signals == [signal.SIGINT]
-
-
 # ------------------------------------------------------------------ timeouts
 def test_a_timeout_asks_where_the_ranks_are_and_stops_them(begin: Callable[..., Scene], clock: Clock) -> None:
     scene = begin(deadline=clock.now + 5)
@@ -410,17 +333,6 @@ def test_a_timeout_waits_for_silent_ranks_only_so_long(begin: Callable[..., Scen
     scene.step(5)
     scene.step(timeouts.TIMEOUT_STACKS_S)
     assert scene.signals() == [[signal.SIGINT]] * 2
-
-
-def test_ranks_that_return_after_the_timeout_were_stopped(begin: Callable[..., Scene], clock: Clock) -> None:
-    scene = begin(deadline=clock.now)
-    scene.run_all()
-    scene.step(timeouts.TIMEOUT_STACKS_S)
-    scene.clock.now += 0.1
-    for worker in scene.workers.ranks:
-        worker.returns_and_exits()
-    scene.step()
-    assert scene.task.verdict().state == "stopped"
 
 
 # ------------------------------------------------------------------ exits
@@ -479,17 +391,6 @@ def test_a_reaper_that_never_ends_is_given_up(scene: Scene) -> None:
     assert scene.group.is_over
 
 
-def test_ranks_that_survive_their_kill_take_the_reaper_with_them(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeWorker, "exits", lambda self, status=0: None)
-    scene.run_all()
-    scene.commands.ask(kill=True)
-    scene.step()
-    scene.step()
-    scene.step(timeouts.GROUP_DEAF_TIMEOUT_S + 0.1)
-    assert scene.workers.is_abandoned
-    assert scene.group.is_lost
-
-
 @pytest.mark.parametrize(("hint", "is_lost"), [("waiting", False), (None, True)])
 def test_an_engine_that_does_not_answer_is_nudged_once(scene: Scene, hint: str | None, is_lost: bool) -> None:
     scene.workers.has_begun, scene.workers.hint = False, hint
@@ -519,17 +420,6 @@ def test_printed_metrics_are_found_to_the_last_line(scene: Scene) -> None:
     assert [record["metrics"] for _, record in scene.view.records] == [{"loss": 0.5}]
     output.finish()
     assert [record["metrics"] for _, record in scene.view.records] == [{"loss": 0.5}, {"loss": 0.25}]
-
-
-def test_a_full_disk_is_noted_once_and_summed_up(scene: Scene) -> None:
-    output = follower(scene)
-    scene[0].lost = scene[1].lost = Dropped(output=True, reason=28)
-    output.poll()
-    output.poll()
-    assert len(scene.view.notes) == 1
-    assert "rank 0 cannot write its logs (No space left on device)" in scene.view.notes[0]
-    output.finish()
-    assert [note[:11] for note in scene.view.notes[1:]] == ["rank 0 lost", "rank 1 lost"]
 
 
 # ------------------------------------------------------------------ one run

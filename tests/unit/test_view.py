@@ -220,13 +220,6 @@ def test_a_partial_line_is_shown_below_and_redrawn(cell: Cell) -> None:
     assert cell.screen() == ["[rank 0] done", "[rank 0] 100%|##", "[rank 0] next"]
 
 
-def test_the_status_is_redrawn_only_when_it_changed(cell: Cell) -> None:
-    cell.prints("abc")
-    for _ in range(50):
-        cell.passes(0.05)
-    assert len(cell.messages) == 1
-
-
 def test_stderr_lines_come_between_the_old_status_and_the_new(cell: Cell) -> None:
     cell.prints("abc")
     cell.passes()
@@ -271,13 +264,6 @@ def test_the_best_step_is_named_at_the_end(cell: Cell) -> None:
     cell.view.on(Reports(0, [{"best": "valid_loss", "step": 1200, "value": 0.25}]))
     cell.view.on(Ended(FINISHED))
     assert cell.screen()[-1] == "[rank 0] valid_loss 0.25; best valid_loss 0.25 at step 1,200 (1 report)"
-
-
-def test_complete_progress_leaves_the_status(cell: Cell) -> None:
-    for done in (1, 2):
-        cell.view.on(Reports(0, [{"progress": "", "done": done, "total": 2, "seconds": 1.0}]))
-        cell.passes()
-    assert cell.screen() == []
 
 
 def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
