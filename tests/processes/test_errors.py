@@ -28,7 +28,7 @@ from nblaunch.errors import (
 )
 from nblaunch.launch.failures import RankTraceback
 from nblaunch.machine import timeouts
-from tests.conftest import LONG, eventually
+from tests.conftest import eventually
 from tests.processes.conftest import Launcher
 
 SOON = 25.0
@@ -80,7 +80,6 @@ def _segfault() -> None:
 
 ENDS: dict[str, Callable[[], Any]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "SIGSEGV": _segfault,
     "SIGABRT": os.abort,
     "SIGBUS": lambda: os.kill(os.getpid(), signal.SIGBUS),
@@ -90,12 +89,6 @@ ENDS: dict[str, Callable[[], Any]] = {
     "sys.exit('m')": lambda: sys.exit("disk full"),
     "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
 }
-
-
-def silent_death(rank: int) -> None:
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
 
 
 def die_after_returning(way: str, rank: int) -> int:
@@ -188,14 +181,6 @@ def return_a_lock_with_a_stuck_exit_function(rank: int) -> Any:
     return threading.Lock()
 
 
-def raise_while_the_other_is_busy(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("early")
-    deadline = time.monotonic() + LONG
-    while time.monotonic() < deadline:
-        pass
-
-
 def catch_the_echo_and_raise(rank: int) -> None:
     """Rank 1 leaves; rank 0 turns the collective's error into its own, chained to it."""
     if rank == 1:
@@ -228,24 +213,10 @@ def test_the_users_exception_is_raised_with_rank_and_traceback(launch: Launcher)
     assert isinstance(error, ValueError)
 
 
-def test_the_rank_that_raised_is_named_every_time(launch: Launcher) -> None:
-    for attempt in range(5):
-        with pytest.raises(WithDetailsError, match=f"^attempt {attempt}$") as caught:
-            launch(raise_on_rank_1, (lambda attempt=attempt: WithDetailsError(f"attempt {attempt}"),))
-        assert getattr(caught.value, "rank", None) == 1
-
-
 def test_a_wrapped_secondary_error_does_not_hide_the_first_failure(launch: Launcher) -> None:
     with pytest.raises(LookupError, match=r"^the first to fail$") as caught:
         launch(catch_the_echo_and_raise)
     assert getattr(caught.value, "rank", None) == 1
-
-
-def test_ranks_that_are_busy_are_stopped_when_one_fails(launch: Launcher) -> None:
-    begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"^early$"):
-        launch(raise_while_the_other_is_busy)
-    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(
@@ -272,9 +243,6 @@ def test_an_unpicklable_exception_keeps_its_type_and_text(
     ("way", "status", "message"),
     [
         ("SIGKILL", -9, "rank 1 was killed by SIGKILL before die returned; most often the system ran out of memory"),
-        ("SIGTERM", -15, "rank 1 was killed by SIGTERM before die returned; another process terminated it"),
-        ("SIGSEGV", -11, "rank 1 was killed by SIGSEGV before die returned; C code of a library crashed"),
-        ("SIGABRT", -6, "rank 1 was killed by SIGABRT before die returned; C code of a library aborted"),
         ("SIGBUS", -signal.SIGBUS, "a file that the notebook has mapped was overwritten or truncated"),
         ("os._exit(0)", 0, r"rank 1 exited with status 0 before die returned \(os._exit, or C code that calls exit\)"),
         ("sys.exit(0)", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
@@ -293,17 +261,12 @@ def test_a_rank_that_dies_or_leaves_is_named_with_how(way: str, status: int, mes
 
 
 def test_a_crash_in_c_shows_its_stderr_and_the_users_frames(launch: Launcher) -> None:
-    with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV") as caught:
+    with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV before die returned; C code of") as caught:
         launch(die, ("SIGSEGV",))
     shown = str(caught.value)
     assert "Fatal Python error: Segmentation fault\n    Current thread" in shown
     assert re.search(rf'File "{re.escape(__file__)}", line \d+ in _segfault\n', shown)
     assert "nblaunch/ranks" not in shown
-
-
-def test_a_rank_that_had_printed_nothing_says_so(launch: Launcher) -> None:
-    with pytest.raises(RankDiedError, match=r"rank 0 was killed by SIGKILL.*It printed nothing"):
-        launch(silent_death)
 
 
 def test_a_foreign_sigint_is_reported(launch: Launcher) -> None:

@@ -56,23 +56,6 @@ def launch_again() -> None:
     notebook_launcher(summed, (1.0,))
 
 
-def launch_in_a_child() -> str:
-    """A rank's own child is no place to launch from either."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        return str(pool.submit(_attempt_to_launch).result())
-
-
-def _attempt_to_launch() -> str:
-    try:
-        launch_again()
-    except NestedLaunchError as error:
-        return str(error)
-    return "launched"
-
-
 @pytest.fixture
 def begin(launch: Launcher, tmp_path: Path) -> Callable[..., Launch]:
     """Start a function in the background, with a folder of its own name, and wait until its ranks have begun."""
@@ -174,11 +157,6 @@ def test_a_launch_inside_a_rank_is_refused(launch: Launcher) -> None:
     with pytest.raises(NestedLaunchError, match=r"this is rank \d of a launch, and a rank cannot launch") as caught:
         launch(launch_again)
     assert "launch_again" in str(caught.value.__cause__)
-
-
-def test_a_launch_inside_a_ranks_child_is_refused(launch: Launcher) -> None:
-    for said in launch(launch_in_a_child):
-        assert "of a launch, and a rank cannot launch: call notebook_launcher in the notebook" in said
 
 
 def test_one_of_several_slurm_tasks_is_refused_with_the_way_out(

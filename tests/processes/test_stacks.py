@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
-from nblaunch.launch.views import Event, StacksShown, View
-from tests.conftest import LONG, eventually, state_of
+from nblaunch.errors import LaunchStoppedError
+from tests.conftest import LONG, eventually
 
 NAP = 1.0
 
@@ -148,10 +147,6 @@ def calls(text: str) -> list[str]:
     return re.findall(r", in (\S+)", text.partition("\n\n")[0])
 
 
-def stopped(pids: Mapping[int, int]) -> bool:
-    return all(state_of(pid) == "T" for pid in pids.values())
-
-
 # ------------------------------------------------------------------ wherever they are
 def test_stacks_show_every_rank_whatever_it_does(tmp_path: Path) -> None:
     """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
@@ -200,26 +195,6 @@ def test_a_launch_that_begins_can_be_asked_at_once(tmp_path: Path) -> None:
     end(launch)
 
 
-def test_a_rank_that_cannot_answer_yet_is_reported(tmp_path: Path) -> None:
-    launch = begun(wait, tmp_path)
-    pids = {1: pid_of(tmp_path, 1)}
-    os.kill(pids[1], signal.SIGSTOP)
-    eventually(lambda: stopped(pids))
-
-    for _ in range(3):
-        texts = launch.stacks(timeout=0.5)
-        assert "wait" in calls(texts[0])
-        assert texts[1] == (
-            "no answer within 0.5 s: the process is stopped (SIGSTOP), or waits in the operating system"
-        )
-    os.kill(pids[1], signal.SIGCONT)
-
-    assert [calls(text) for text in launch.stacks().values()] == [["wait"], ["wait"]]
-    dumps = next((tmp_path / "state").glob("*/rank1.stacks")).read_text()
-    assert dumps.count(" in wait\n") <= 3  # the thread's and the signal's for the three times, one for the last
-    end(launch)
-
-
 def test_the_signals_of_other_tools_are_left_to_them(tmp_path: Path) -> None:
     launch = begun(go_through_signals, tmp_path)
 
@@ -239,45 +214,3 @@ def test_a_rank_that_became_another_program_is_let_be(tmp_path: Path) -> None:
 
     assert not launch.done
     end(launch)
-
-
-# ------------------------------------------------------------------ who asks
-class Remembers(View):
-    """A view that keeps the stacks that it is shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[Mapping[int, str]] = []
-        self.came = threading.Event()
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, StacksShown):
-            self.shown.append(event.texts)
-            self.came.set()
-
-
-def test_a_view_is_shown_what_it_asked_for_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = Remembers()
-    monkeypatch.setattr("nblaunch.launch.frontend.Frontend.view", lambda frontend, choice: view)
-    launch = begun(wait, tmp_path)
-
-    texts = launch.stacks()
-    assert view.shown == []
-    launch.ask_stacks()
-
-    assert view.came.wait(LONG)
-    assert view.shown == [texts]
-    end(launch)
-
-
-# ------------------------------------------------------------------ a launch that takes too long
-def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(tmp_path: Path) -> None:
-    since = time.monotonic()
-    launch = begun(wait, tmp_path, timeout=8.0, stop_grace=LONG)
-    pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
-    for pid in pids.values():
-        os.kill(pid, signal.SIGSTOP)
-
-    with pytest.raises(LaunchTimeoutError, match=r"    rank 0 did not answer\n    rank 1 did not answer\nLogs: "):
-        launch.result()
-
-    assert time.monotonic() - since < 8.0 + 9 * (1.0 + 3.0 + 2.0)  # asking, waiting for an acknowledgement, ending

@@ -254,19 +254,6 @@ def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp
     assert noted(tmp_path, "checkpoint", 2)
 
 
-def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_path: Path) -> None:
-    launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "ready", 2))
-    launch.stop()
-    eventually(lambda: noted(tmp_path, "part", 2))
-    begun = time.monotonic()
-
-    launch.kill()
-
-    assert seconds_to_end(launch, begun) < STOP_LIMIT
-    assert not (tmp_path / "checkpoint0").exists()
-
-
 def test_a_failure_is_shown_while_others_still_save(
     start_method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

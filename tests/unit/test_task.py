@@ -333,6 +333,7 @@ def test_a_timeout_waits_for_silent_ranks_only_so_long(begin: Callable[..., Scen
     scene.step(5)
     scene.step(timeouts.TIMEOUT_STACKS_S)
     assert scene.signals() == [[signal.SIGINT]] * 2
+    assert scene.task.inspector.said == dict.fromkeys((0, 1), "did not answer")
 
 
 # ------------------------------------------------------------------ exits

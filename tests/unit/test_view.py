@@ -21,7 +21,7 @@ from nblaunch.launch.machines import with_usable_method
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.launch.plan import make_plan
-from nblaunch.launch.text_view import STARTING, TextView, plain_writer
+from nblaunch.launch.text_view import STARTING, TextView, is_terminal, plain_writer
 from nblaunch.launch.views import (
     Countdown,
     Ended,
@@ -363,6 +363,7 @@ def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         view.on(Logs([lines_of(0, "out", "line", open=["partial"])]))
         assert capsys.readouterr().out == "[rank 0] line\n"
     assert isinstance(Frontend().view("none"), NullView)
+    assert not is_terminal(object())  # what users put in stdout's place may not say
 
 
 @pytest.mark.parametrize(
