@@ -234,14 +234,6 @@ def test_a_dead_ranks_descendants_go_and_the_others_stay(session: Session, tmp_p
     assert alive(daemons[0])
 
 
-def test_every_rank_may_die_and_be_restarted(session: Session) -> None:
-    with pytest.raises(RankDiedError):
-        session.run(os.kill, 0, signal.SIGKILL, view="none")  # its process group: the rank alone
-    eventually(lambda: "pid" not in session.status())
-    session.restart()
-    assert len(session.run(os.getpid, view="none")) == 2
-
-
 def needs_group(how: str) -> None:
     """Do what waits for all ranks where there is no process group yet."""
     if how == "torch":

@@ -118,24 +118,19 @@ def _has_ended(pid_file: Path) -> bool:
 
 
 # ------------------------------------------------------------------ side by side
-def test_launches_run_side_by_side_each_with_its_own_ranks(begin: Callable[..., Launch], tmp_path: Path) -> None:
+def test_launches_run_and_stop_side_by_side_each_with_its_own_ranks(
+    begin: Callable[..., Launch], tmp_path: Path
+) -> None:
     names = ["first", "second", "third"]
     running = [begin(name=name) for name in names]
     assert not any(launched.done for launched in running)
     assert live_launches() == running
-    for name in reversed(names):
-        (tmp_path / name / "go").touch()
-    assert [list(launched.result()) for launched in running] == [[name] * 2 for name in names]
-
-
-def test_stopping_one_launch_leaves_the_other_alone(begin: Callable[..., Launch], tmp_path: Path) -> None:
-    one, other = begin(name="one"), begin(name="other")
-    one.stop()
+    running[1].stop()
     with pytest.raises(LaunchStoppedError, match="wait_for was stopped"):
-        one.result()
-    assert not other.done
-    (tmp_path / "other" / "go").touch()
-    assert list(other.result()) == ["other", "other"]
+        running[1].result()
+    for name in ("third", "first"):
+        (tmp_path / name / "go").touch()
+    assert [list(running[number].result()) for number in (0, 2)] == [["first"] * 2, ["third"] * 2]
 
 
 def test_launches_can_be_made_from_threads(launch: Launcher) -> None:

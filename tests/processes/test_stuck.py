@@ -47,14 +47,6 @@ def agreed() -> None:
     dist.all_reduce(torch.ones(2))
 
 
-def different_operations(rank: int) -> None:
-    agreed()
-    if rank == 0:
-        dist.all_gather([torch.ones(8), torch.ones(8)], torch.ones(8))
-    else:
-        dist.recv(torch.ones(1), 0)
-
-
 def a_late_rank(rank: int) -> None:
     agreed()
     if rank == 1:
@@ -111,7 +103,6 @@ def slow_but_healthy(rank: int) -> int:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (different_operations, ["rank 0 waits in all_gather #2 (8 float32", "rank 1 has begun 1 of 2", "dist.recv"]),
         (a_group_of_its_own, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has begun 1 of 2"]),
         (a_receive_without_a_send, ["rank 0 waits in recv (4 float32", "rank 1 is at", "time.sleep(60)"]),
         (a_wait_on_another_line, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has begun 1 of 2"]),

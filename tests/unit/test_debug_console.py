@@ -262,27 +262,6 @@ def test_input_gets_its_line_as_it_is_typed(ranks: Ranks) -> None:
     assert not ranks.console.is_open
 
 
-def test_input_in_a_debugger_goes_back_to_it(ranks: Ranks) -> None:
-    ranks.stops(1)
-    ranks.types("!input('name? ')")
-    ranks.reads(1, "name? ")
-    assert ranks.prompt == "(rank 1 of 3) name? "
-    assert ranks.types("all x") == [(1, Typed(TASK, 2, "all x"))]
-    ranks.closes(1)
-    assert (ranks.prompt, ranks.console.is_open) == ("", True)
-    ranks.asks(1)
-    assert ranks.prompt == "(rank 1 of 3) "
-
-
-def test_quitting_asks_no_other_rank(ranks: Ranks) -> None:
-    ranks.stops(1)
-    ranks.stops(0)
-    ranks.types("q")
-    ranks.closes(1, quits=True)
-    assert ranks.console.has_quit
-    assert ranks.prompt == ""
-
-
 def test_a_prompt_ends_with_its_rank(ranks: Ranks) -> None:
     ranks.stops(1)
     ranks.console.left({1: lambda: ""})

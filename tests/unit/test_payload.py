@@ -114,13 +114,6 @@ def test_mains_names_travel_for_pickle_to_find(notebook: Notebook) -> None:
     assert type(back.function()) is back.main["Net"]
 
 
-def test_watched_values_are_the_arguments_themselves_in_the_rank(notebook: Notebook) -> None:
-    names = notebook.run("seen = []\ndef train(data): seen.append(data)")
-    back = arrived(for_function(names["train"], ([1],), None))
-    assert back.watched["data"] is back.args[0]
-    assert back.watched["seen"] is back.function.__globals__["seen"]
-
-
 # ------------------------------------------------------------------ which part cannot be sent
 @pytest.mark.parametrize(
     ("source", "args", "path"),

@@ -253,12 +253,6 @@ def test_progress_is_shown_below(cell: Cell, record: dict[str, Any], text: str) 
     assert cell.screen() == [f"[rank 0] {text}"]
 
 
-def test_bars_within_each_other_stand_side_by_side(cell: Cell) -> None:
-    outer = {"progress": "fit", "done": 2, "total": 10, "seconds": 0.0, "first": 0, "level": 0}
-    cell.view.on(Reports(0, [outer, {**outer, "progress": "epoch", "done": 1, "level": 1}]))
-    assert cell.screen() == ["[rank 0] fit: 2/10 20% · epoch: 1/10 10%"]
-
-
 def test_the_best_step_is_named_at_the_end(cell: Cell) -> None:
     cell.view.on(Reports(0, [{"metrics": {"valid_loss": 0.25}, "time": 1.0, "step": 1200}]))
     cell.view.on(Reports(0, [{"best": "valid_loss", "step": 1200, "value": 0.25}]))
@@ -286,15 +280,6 @@ def test_in_a_terminal_the_status_fits_its_width(monkeypatch: pytest.MonkeyPatch
     cell = Cell(is_terminal=True)
     cell.prints("x" * 100)
     assert cell.screen() == ["[rank 0] " + "x" * 29 + "…"]
-
-
-def test_without_a_status_only_lines_are_written() -> None:
-    cell = Cell(status=False)
-    cell.prints("done\n 10%|#")
-    cell.view.on(Countdown("stopping"))
-    cell.passes()
-    cell.ends()
-    assert cell.text() == "[rank 0] done\n[rank 0]  10%|#\n"
 
 
 # ------------------------------------------------------------------ metrics
