@@ -87,7 +87,6 @@ class Task:
         self._stuck = StuckWatch(self.present, sources)
         self._observe_at = time.monotonic() + timeouts.STUCK_POLL_S
         self._shown_stuck = ""
-        self._noted_stuck: set[str] = set()
         self.difference = ""
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
@@ -263,9 +262,7 @@ class Task:
         reason = found.reason if found is not None else ""
         if reason != self._shown_stuck:
             self._shown_stuck = reason
-            is_repeated = reason in self._noted_stuck
-            self.view.on(Stuck(found.lines, found.ranks, is_repeated) if found is not None else Stuck())
-            self._noted_stuck.add(reason)
+            self.view.on(Stuck(found.lines, found.ranks) if found is not None else Stuck())
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:

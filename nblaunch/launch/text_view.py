@@ -133,7 +133,7 @@ class TextView(View):
                     self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
             case Note(text) | Preparing(text=text) if text:
                 self._note(text.splitlines())
-            case Stuck(lines, is_repeated=False):
+            case Stuck(lines):
                 self._note(lines)
             case Countdown(text):
                 self._status.countdown = _one_line(text)

@@ -231,8 +231,6 @@ class Stuck:
     lines: Sequence[str] = ()
     ranks: Sequence[int] = ()
     """Live ranks that a debugger may explain."""
-    is_repeated: bool = False
-    """These lines were shown before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,9 +172,8 @@ class PanelState:
         if entry != self.stuck:
             self.stuck = entry
             self._mark("stuck")
-        if not stuck.is_repeated:
-            for line in stuck.lines:  # the banner goes with the wait, and these stay
-                self.add_note(now, line)
+        for line in stuck.lines:  # the banner goes with the wait, and these stay
+            self.add_note(now, line)
 
     def set_countdown(self, text: str) -> None:
         if self.state.name not in ("starting", "running", "stopping"):

@@ -136,7 +136,6 @@ def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
 def test_why_ranks_wait_is_shown_once(cell: Cell) -> None:
     cell.view.on(Stuck(("Waiting for 10 s: rank 0 waits", "rank 1 runs"), (1,)))
     cell.view.on(Stuck())
-    cell.view.on(Stuck(("Waiting for 10 s: rank 0 waits", "rank 1 runs"), (1,), is_repeated=True))
     cell.passes()
     assert cell.screen() == ["nblaunch: Waiting for 10 s: rank 0 waits", "nblaunch: rank 1 runs"]
 
