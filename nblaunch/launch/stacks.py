@@ -193,7 +193,7 @@ class Inspector:
         self._round: Collection[int] | None = None
         self._asked: set[int] = set()
         """Those that can answer: ranks that start meanwhile are asked once they can."""
-        self.begun_at = self._timeout = 0.0
+        self._begun_at = self._timeout = 0.0
         self._signals = False
         """Whether a rank without an answer gets a signal, for C code that holds the GIL."""
         self._waiting: list[Future[dict[int, str]]] = []
@@ -202,13 +202,12 @@ class Inspector:
     def step(self, now: float, ranks: Collection[int], interval: float) -> bool:
         """Begin a round or continue one. Return True if one has ended.
 
-        `interval` is that between two rounds: 0.0: at once; infinite: none but those that the user asks for.
+        `interval` is that between two rounds; infinite: none but those that the user asks for.
         """
         if not self._waiting and (wanted := self._commands.take_stacks()):
             self._waiting = [future for _, future in wanted]
             self._begin(now, range(len(self._group.members)), max(timeout for timeout, _ in wanted), signals=True)
-        is_free = self._round is None or (interval == 0.0 and not self._waiting)
-        if is_free and ranks and now >= self.begun_at + interval:
+        if self._round is None and ranks and now >= self._begun_at + interval:
             self._begin(now, ranks, timeouts.STACKS_TIMEOUT_S)
         return self._round is not None and self._look(now, self._round)
 
@@ -230,7 +229,7 @@ class Inspector:
             self._sampler = None
 
     def _begin(self, now: float, ranks: Collection[int], timeout: float, *, signals: bool = False) -> None:
-        self._round, self.begun_at, self._timeout, self._signals = ranks, now, timeout, signals
+        self._round, self._begun_at, self._timeout, self._signals = ranks, now, timeout, signals
         self._asked, self.places = set(), {}
 
     def _look(self, now: float, ranks: Collection[int]) -> bool:
@@ -244,7 +243,7 @@ class Inspector:
                 self._asked.update([rank] if stacks.is_ready else [])
             elif rank in self._asked and rank not in self.places and stacks.look(now):
                 self.places[rank] = Place(parse(stacks.dump or ""), stacks.main)
-        if not self.places.keys() >= set(living) and now < self.begun_at + self._timeout:
+        if not self.places.keys() >= set(living) and now < self._begun_at + self._timeout:
             return False
         self._round = None
         if self._sampler is None:

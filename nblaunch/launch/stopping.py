@@ -110,7 +110,6 @@ class Ladder:
         begun: In seconds of the monotonic clock.
         grace: Seconds that a rank has for ``finally`` and checkpoints once it has acknowledged SIGINT.
         answered: Ranks that have acknowledged SIGINT.
-        waiting: `silent` ranks that wait in a collective.
         left: When each rank was first seen leaving.
         freed: When each rank was last freed from a collective.
         at_once: Skip the grace period.
@@ -121,7 +120,6 @@ class Ladder:
     grace: float
     policy: Policy = LAUNCH
     answered: set[int] = field(default_factory=set)
-    waiting: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
     interrupted: set[int] = field(default_factory=set)
     left: dict[int, float] = field(default_factory=dict)
@@ -161,19 +159,7 @@ class Ladder:
             return min(last, self.left[rank] + timeouts.STOP_EXIT_TIMEOUT_S)
         if rank in self.answered:
             return last
-        is_blocked = rank in self.waiting
-        return min(last, self.begun + (timeouts.COLLECTIVE_ACK_TIMEOUT_S if is_blocked else timeouts.ACK_TIMEOUT_S))
-
-    def silent(self, now: float, live: Iterable[int]) -> list[int]:
-        """Return the live ranks that are overdue with their acknowledgement after a failure.
-
-        They may wait in a collective for the rank that failed. Kept ranks are freed from it instead.
-        """
-        is_early = now < self.begun + timeouts.COLLECTIVE_CHECK_DELAY_S
-        if self.policy.keeps or is_early or not self._may_wait_for_others:
-            return []
-        asked = self.interrupted - self.answered - self.killed
-        return [rank for rank in live if rank in asked and rank not in self.left]
+        return min(last, self.begun + timeouts.ACK_TIMEOUT_S)
 
     def to_free(self, now: float, live: Iterable[int], *, has_left: bool) -> list[int]:
         """Return the ranks to free from what they wait for.
@@ -181,7 +167,8 @@ class Ladder:
         A rank that has acknowledged is in its ``finally``, which may have collectives: it is freed only once another
         rank has left the task (`has_left`) and cannot answer them, or when half of the grace period is over.
         """
-        delay = timeouts.FREE_AFTER_FAILURE_S if self._may_wait_for_others else timeouts.FREE_DELAY_S
+        is_asked_for = isinstance(self.reason, (ByUser, TimedOut))
+        delay = timeouts.FREE_DELAY_S if is_asked_for else timeouts.FREE_AFTER_FAILURE_S
         if not (self.policy.keeps and self.policy.frees) or now < self.begun + delay:
             return []
         if has_left and self._alone_since is None:
@@ -200,10 +187,6 @@ class Ladder:
     @property
     def is_by_user(self) -> bool:
         return isinstance(self.reason, ByUser)
-
-    @property
-    def _may_wait_for_others(self) -> bool:
-        return not isinstance(self.reason, (ByUser, TimedOut))
 
     def countdown(self, now: float, interrupts_to_kill: int) -> str:
         """Return what to show meanwhile; `interrupts_to_kill` more interrupts kill the ranks, 0: none does."""

@@ -18,7 +18,7 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.rank_state import Rank
-from nblaunch.launch.stacks import Inspector, Place, waits_in_collective
+from nblaunch.launch.stacks import Inspector
 from nblaunch.launch.stopping import (
     LAUNCH,
     ByUser,
@@ -230,16 +230,7 @@ class Task:
 
     def _inspect(self, now: float) -> None:
         """Ask the ranks where they are, while something waits or the user asks."""
-        if self.ladder is not None:
-            silent = self.ladder.silent(now, self.group.live)
-            check_at = self.ladder.begun + timeouts.COLLECTIVE_CHECK_DELAY_S  # the user may have asked before
-            self.inspector.step(now, silent, math.inf if self.inspector.begun_at >= check_at else 0.0)
-            for rank in silent if self.inspector.begun_at >= check_at else []:
-                place = self.inspector.places.get(rank, Place())
-                if waits_in_collective(place.stacks, place.main):
-                    self.ladder.waiting.add(rank)
-            return
-        is_running = self._failed_at is None and self._returned_at is None
+        is_running = self._failed_at is None and self._returned_at is None and self.ladder is None
         watches = is_running and self._watches_stuck and not self.console.is_open
         is_quiet = watches and self._stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2
         interval = timeouts.STUCK_REPEAT_S if is_quiet else math.inf

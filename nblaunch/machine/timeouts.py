@@ -52,10 +52,6 @@ STOP_EXIT_TIMEOUT_S = 1.0
 """The same while the other ranks are being stopped."""
 ACK_TIMEOUT_S = 3.0
 """For the acknowledgement of SIGINT. Python handles it between two instructions: a large product delays it."""
-COLLECTIVE_ACK_TIMEOUT_S = 0.3
-"""The same after a failure for a rank blocked in a collective: without its peer it never returns from C."""
-COLLECTIVE_CHECK_DELAY_S = 0.2
-"""Without an acknowledgement after a failure before a rank is asked whether it waits in a collective."""
 STUCK_POLL_S = 1.0
 """Between two looks at the collectives that ranks have begun."""
 STUCK_AFTER_S = 10.0

@@ -116,22 +116,6 @@ def fail_while_the_other_finishes(rank: int, folder: Path) -> None:
         torch.save({"weights": torch.ones(1000)}, folder / "checkpoint.pt")
 
 
-def fail_while_others_wait_and_save(rank: int, folder: Path) -> None:
-    """Rank 1 waits for rank 2 in a collective, which is no more than interrupted: it saves until rank 1 has ended."""
-    note(folder, "pid", rank, os.getpid())
-    if rank == 0:
-        eventually(lambda: noted(folder, "pid", 3) and (folder / "waits1").exists())
-        raise ValueError("rank 0 gives up")
-    if rank == 1:
-        note(folder, "waits", rank)
-        dist.recv(torch.ones(1), src=2)
-    try:
-        time.sleep(LONG)
-    finally:
-        eventually(lambda: not state_if_any(read(folder, "pid", 1)), 2.0)
-        note(folder, "outlived", rank)
-
-
 def load_in_workers(rank: int, folder: Path) -> None:
     """Be interrupted while worker processes load, then take a while to leave."""
     note(folder, "pid", rank, os.getpid())
@@ -274,13 +258,6 @@ def test_a_failure_is_shown_while_others_still_save(
     assert "stopping the other ranks, which have up to 25 s" in shown
     assert f"({__file__}, line" in shown
     assert torch.load(tmp_path / "checkpoint.pt")["weights"].sum() == 1000
-
-
-def test_a_rank_in_a_collective_is_killed_before_one_that_saves(start_method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rank 0 gives up"):
-        begin(fail_while_others_wait_and_save, tmp_path, start_method, ranks=3).result()
-
-    assert (tmp_path / "outlived2").exists()
 
 
 # ------------------------------------------------------------------ those that do not answer

@@ -54,23 +54,6 @@ def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason) ->
     assert stop.at(8.0) == NOTHING
 
 
-def test_silent_ranks_neither_answer_nor_leave() -> None:
-    stop = Stop(5, PeerFailed())
-    stop.leaving, stop.running = {1}, {0, 1, 3, 4}
-    stop.at(0)  # rank 2 has not begun, and is killed
-    stop.answers(0)
-    stop.live = [0, 1, 2, 3]
-    assert stop.ladder.silent(BEGUN + 0.1, stop.live) == []
-    assert stop.ladder.silent(BEGUN + 0.21, stop.live) == [3]
-
-
-@pytest.mark.parametrize("reason", [ByUser(), TimedOut()])
-def test_waiting_in_a_collective_matters_only_after_a_failure(reason: Reason) -> None:
-    stop = Stop(1, reason)
-    stop.at(0)
-    assert stop.ladder.silent(BEGUN + 1.0, stop.live) == []
-
-
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_rank_that_answers_has_the_whole_grace(reason: Reason) -> None:
     stop = Stop(2, reason)

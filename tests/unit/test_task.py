@@ -36,10 +36,6 @@ from tests.unit.fake_engine import FAKE_PID, FakeEngine, FakeStackDumps, FakeWor
 
 GRACE_S = 30.0
 WORLD = World("127.0.0.1", 1, "gloo", "cpu", 1)
-IN_COLLECTIVE = (
-    'Thread 0x1 (most recent call first):\n  File "/site-packages/torch/distributed/c10d.py", line 9 in all_reduce\n'
-    '  File "/home/me/train.py", line 7 in train\n'
-)
 IN_PYTHON = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in train\n'
 
 
@@ -273,34 +269,6 @@ def test_a_rank_that_cannot_be_started_stops_the_others(scene: Scene) -> None:
 
 
 # ------------------------------------------------------------------ stopping
-def test_a_rank_in_a_collective_is_killed_soon_after_a_failure(scene: Scene) -> None:
-    scene.run_all()
-    scene[0].stacks.answer = IN_COLLECTIVE
-    scene[1].raises()
-    scene.step()
-    scene.step(timeouts.PEER_FAILURE_WAIT_S)
-    scene.step(timeouts.COLLECTIVE_CHECK_DELAY_S)
-    scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S - timeouts.COLLECTIVE_CHECK_DELAY_S)
-    scene.step()
-    assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
-
-
-def test_the_stop_asks_again_after_a_click_on_stacks(scene: Scene) -> None:
-    scene.run_all()
-    scene[0].stacks.answer = scene[1].stacks.answer = IN_PYTHON
-    scene[1].raises()
-    scene.step()
-    scene.step(timeouts.PEER_FAILURE_WAIT_S)
-    asked = scene.commands.want_stacks(1.0)
-    for _ in range(3):
-        scene.step(0.01)
-    assert "line 7, in train" in asked.result(0)[0]
-    scene[0].stacks.answer = IN_COLLECTIVE
-    for _ in range(3):
-        scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S)
-    assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
-
-
 def test_a_look_at_collectives_that_fails_stops_no_task(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(worker: FakeWorker) -> None:
         raise OSError("no such file")
