@@ -196,10 +196,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, list, tuple, set, dict)
 class ExportedNames:
     """The statements that a script needs of the notebook's cells: imports, definitions, and short literals.
 
-    Args:
-        cells: The cells that the notebook has run.
-        names: Its names.
-        hidden: Names that the script defines itself.
+    `hidden` are names that the script defines itself.
     """
 
     cells: Sequence[CellSource]
@@ -212,11 +209,7 @@ class ExportedNames:
         return statements_of(self.cells)
 
     def need(self, names: Iterable[str]) -> None:
-        """Add names of the notebook, and what their statements need.
-
-        Raises:
-            PayloadError: A value is neither imported nor defined, and no short literal.
-        """
+        """Add names of the notebook, and what their statements need."""
         waiting = [(name, "") for name in sorted(names)]
         for name, user in waiting:
             if name in self._found or name in self.hidden or name not in self.names or name.startswith("__"):
@@ -334,13 +327,9 @@ _BACKENDS = {
 
 
 def script_text(statements: str, text: str, options: Options, name: str = "") -> str:
-    """Return the script: the statements of the notebook, then what each rank runs.
+    """Return the script: the statements of the notebook, then `text`, which each rank runs.
 
-    Args:
-        statements: Those that `text` needs.
-        text: What each rank runs.
-        options: Of the launch.
-        name: Of the function that holds `text`; empty for a cell, whose statements bind globals.
+    `name` is that of the function that holds `text`; empty for a cell, whose statements bind globals.
     """
     words = set(re.findall(r"\w+", f"{statements}\n{text}"))
     uses_gpu, owns_group = options.device != "cpu", "init_process_group" in words

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Event, Lost, Worker, Workers
 from nblaunch.errors import StartError
-from nblaunch.launch.views import RankState, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
 
@@ -23,16 +22,9 @@ class Member:
     exited: RankExited | None = None
 
     @property
-    def has_started(self) -> bool:
-        return self.pid > 0
-
-    @property
     def listens(self) -> bool:
         """Return True if the rank runs our code: after exec, the signal for stacks would kill it."""
         return self.exited is None and self.worker.is_open
-
-    def status(self, state: RankState) -> RankStatus:
-        return RankStatus(self.rank, state, self.pid)
 
 
 class WorkerGroup:

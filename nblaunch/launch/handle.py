@@ -431,7 +431,7 @@ def _places(task: Task) -> str:
     places = task.inspector.said or {}
     lines = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
     lines += ["…"] if len(places) > MAX_PLACES else []
-    lines += [task.stuck.text] if task.stuck is not None else []
+    lines += [task.stuck.verdict.text] if task.stuck.verdict is not None else []
     return "\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else " "
 
 

@@ -28,12 +28,8 @@ def planned(options: Options, view: View) -> tuple[Engine, Plan]:
     engine = current.chosen(options.engine, options.num_nodes)
     if not engine.is_local:
         make_plan([ANY_MACHINE], engine, options)  # before a node is asked for
-    return engine, make_plan(_machines_of(engine, view), engine, options)
-
-
-def _machines_of(engine: Engine, view: View) -> Sequence[Machine]:
-    """Return the machines of an engine. Meanwhile a view says what is waited for, and its user may cancel."""
-    return engine.machines(lambda text: None) if engine.is_local else _Wait(engine, ShieldedView(view)).run()
+    machines = engine.machines(lambda text: None) if engine.is_local else _Wait(engine, ShieldedView(view)).run()
+    return engine, make_plan(machines, engine, options)
 
 
 def with_usable_method(plan: Plan, engine: Engine, view: View) -> Plan:
@@ -52,7 +48,7 @@ def with_usable_method(plan: Plan, engine: Engine, view: View) -> Plan:
 
 
 class _Wait:
-    """A wait for machines. A thread starts them: this one answers pages meanwhile."""
+    """A wait for machines. A view shows it, and its user may cancel. A thread starts them: this one answers pages."""
 
     def __init__(self, engine: Engine, view: ShieldedView) -> None:
         self._engine, self._view = engine, view

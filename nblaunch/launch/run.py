@@ -21,6 +21,7 @@ from nblaunch.launch.payload import Shipment
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.session_ranks import SessionRanks, Ticket
 from nblaunch.launch.session_state import debug_command, no_group, restart_command
+from nblaunch.launch.stopping import SESSION
 from nblaunch.launch.stuck import in_words, place_of
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
@@ -128,8 +129,8 @@ class Run:
             options = job.plan.options
             timeout = options.timeout
             deadline = float("inf") if timeout is None else time.monotonic() + timeout  # without the time in the queue
-            limits = options.stop_grace, deadline
-            self.task = ranks.new_task(self.view, self.commands, job.shipment.sources, *limits, job.console)
+            about = self.view, self.commands, job.shipment.sources, options.stop_grace, deadline
+            self.task = Task(next(ranks.numbers), group, *about, policy=SESSION, console=job.console)
             opened.callback(self.task.close)
             self.hint = no_group(ranks.name, absent)
             if self.hint:

@@ -235,12 +235,6 @@ class Session:
         """Return what each rank has bound: name, type, shape and memory, as of the end of its last task."""
         return self._ranks.bound
 
-    def repr_of(self, rank: int, expression: str) -> str:
-        """Return the repr of an expression's value in one rank."""
-        __tracebackhide__ = True  # IPython omits this frame
-        self._check_open()
-        return str(questions.ask(self._ranks, Question("repr", checked_expression(expression), (rank,)))[rank])
-
     def complete(self, text: str) -> list[str]:
         """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
         known = sorted({each.name for names in self.who() for each in names if each.name.startswith(text)})
@@ -290,11 +284,6 @@ class Session:
             raise ArgumentError(f"rank={chosen}: it has raised no exception in the last task")
 
     # -------------------------------------------------------------- life
-    @property
-    def start_again(self) -> str:
-        """What to do once the session has ended."""
-        return self._ranks.start_again
-
     def restart(self, ranks: Sequence[int] | None = None, *, keep: bool = False) -> None:
         """Start ranks again, dead or alive, and replace the process group.
 
@@ -409,7 +398,10 @@ class RankNames:
 
     def __getitem__(self, expression: str) -> Shown:
         __tracebackhide__ = True  # IPython omits this frame
-        return Shown(self._session.repr_of(self._rank, expression), expression.strip(), self._rank)
+        self._session._check_open()
+        question = Question("repr", checked_expression(expression), (self._rank,))
+        text = str(questions.ask(self._session._ranks, question)[self._rank])
+        return Shown(text, expression.strip(), self._rank)
 
     def __setitem__(self, name: str, value: object) -> NoReturn:
         raise ArgumentError(
@@ -606,7 +598,7 @@ def _register(session: Session, is_live: bool) -> None:
     del _sessions[session.name]
     if _active == session.name:
         _active, _is_unreported = next(reversed(_sessions), ""), True
-        _ended = Ended(session.name, session.start_again, session.was_idle)
+        _ended = Ended(session.name, session._ranks.start_again, session.was_idle)
 
 
 def find(name: str | None = None) -> Session | None:

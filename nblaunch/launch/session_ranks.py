@@ -6,6 +6,7 @@ One task at a time has the ranks; the others queue in the order of their calls.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import sys
@@ -19,14 +20,13 @@ from typing import Any
 from nblaunch.engines.protocol import Engine, NodeLeaving, Received
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.session_state import command, no_group, restart_command
 from nblaunch.launch.stopping import EXPRESSION, QUESTION, SESSION
 from nblaunch.launch.task import Task
-from nblaunch.launch.views import NullView, View
+from nblaunch.launch.views import NullView
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.sent_names import SentNames
@@ -144,7 +144,8 @@ class SessionRanks:
         self.own_path: list[str] = []
         """The ``sys.path`` of ranks that were restarted with their names, which may need it."""
         self._engine = engine
-        self._tasks = 0
+        self.numbers = itertools.count(1)
+        """Of its tasks."""
         self._commands = Commands()
         self._opened = contextlib.ExitStack()
 
@@ -310,23 +311,9 @@ class SessionRanks:
 
     def new_question(self, is_code: bool, joins: bool) -> Task:
         """Return a task that asks claimed ranks. `is_code`: it runs code of the user; `joins`: in the process group."""
-        self._tasks += 1
         grace = timeouts.QUESTION_FREE_TIMEOUT_S if is_code else timeouts.QUESTION_STOP_TIMEOUT_S
         policy = EXPRESSION if is_code else QUESTION
-        return Task(self._tasks, self.group, NullView(), self._commands, {}, grace, policy=policy, joins=joins)
-
-    def new_task(
-        self,
-        view: View,
-        commands: Commands,
-        sources: Mapping[str, Source],
-        stop_grace: float,
-        deadline: float,
-        console: DebugConsole,
-    ) -> Task:
-        self._tasks += 1
-        limits = stop_grace, deadline
-        return Task(self._tasks, self.group, view, commands, sources, *limits, policy=SESSION, console=console)
+        return Task(next(self.numbers), self.group, NullView(), self._commands, {}, grace, policy=policy, joins=joins)
 
     def finish(self, task: Task, names: Mapping[str, SentName], settings: Settings) -> None:
         """Note what a task has left behind that has sent these names and settings."""

@@ -30,9 +30,9 @@ from nblaunch.launch.stopping import (
     TakenBack,
     TimedOut,
 )
-from nblaunch.launch.stuck import StuckVerdict, StuckWatch, difference
+from nblaunch.launch.stuck import StuckWatch, difference
 from nblaunch.launch.verdict import Verdict, judge
-from nblaunch.launch.views import Countdown, Note, RanksChanged, Stuck, View
+from nblaunch.launch.views import Countdown, Note, RanksChanged, RankStatus, Stuck, View
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.messages import (
@@ -84,7 +84,7 @@ class Task:
         self.inspector = Inspector(group, sources, commands)
         self._failure: PeerFailed | TakenBack = PeerFailed()
         self._watches_stuck = joins and policy.kills
-        self._stuck = StuckWatch(self.present, sources)
+        self.stuck = StuckWatch(self.present, sources)
         self._observe_at = time.monotonic() + timeouts.STUCK_POLL_S
         self._shown_stuck = ""
         self.difference = ""
@@ -218,7 +218,7 @@ class Task:
         if console.is_open:
             console.paused_s += now - self._stepped_at
             self._stop_at += now - self._stepped_at
-            self._stuck.pause()
+            self.stuck.pause()
         self._stepped_at = now
         fates = {rank.rank: partial(failures.fate, rank.end, self.sources) for rank in self.present if rank.is_over}
         console.left(fates, is_stopping=self.ladder is not None or self.commands.stop)
@@ -232,24 +232,24 @@ class Task:
         """Ask the ranks where they are, while something waits or the user asks."""
         is_running = self._failed_at is None and self._returned_at is None and self.ladder is None
         watches = is_running and self._watches_stuck and not self.console.is_open
-        is_quiet = watches and self._stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2
+        is_quiet = watches and self.stuck.quiet(now) >= timeouts.STUCK_AFTER_S / 2
         interval = timeouts.STUCK_REPEAT_S if is_quiet else math.inf
-        has_answers = self.inspector.step(now, self._stuck.running, interval)
+        has_answers = self.inspector.step(now, self.stuck.running, interval)
         if not watches:
             return
         try:
             if now >= self._observe_at:
                 self._observe_at = now + timeouts.STUCK_POLL_S
-                self._stuck.observe(now)
+                self.stuck.observe(now)
             if has_answers:
-                self._stuck.judge(self.inspector.places, now)
+                self.stuck.judge(self.inspector.places, now)
             self._show_stuck()
         except Exception:  # noqa: BLE001  # best effort: must never fail the task
             _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
             self._watches_stuck = False
 
     def _show_stuck(self) -> None:
-        found = self._stuck.verdict
+        found = self.stuck.verdict
         reason = found.reason if found is not None else ""
         if reason != self._shown_stuck:
             self._shown_stuck = reason
@@ -266,14 +266,10 @@ class Task:
             return None
         if now >= self._stop_at:
             return self._failure
-        verdict = self._stuck.verdict
-        is_long = self._stuck.quiet(now) >= timeouts.COLLECTIVE_TIMEOUT_S
+        verdict = self.stuck.verdict
+        is_long = self.stuck.quiet(now) >= timeouts.COLLECTIVE_TIMEOUT_S
         is_alone = verdict is not None and verdict.pair is not None and self.policy.keeps
         return NoProgress(verdict) if verdict is not None and (is_long or is_alone) else None
-
-    @property
-    def stuck(self) -> StuckVerdict | None:
-        return self._stuck.verdict
 
     def _climb(self, ladder: Ladder, now: float, live: list[int]) -> None:
         if self.commands.kill:
@@ -327,9 +323,9 @@ class Task:
         for rank in self.ranks:
             state = "returned" if self.policy.keeps and rank.done is not None else rank.state(stopped)
             state = "waiting" if state == "running" and rank.rank in waiting else state
-            if state != rank.shown and rank.member.has_started:
+            if state != rank.shown and rank.member.pid:
                 rank.shown = state
-                changed.append(rank.member.status(state))
+                changed.append(RankStatus(rank.rank, state, rank.member.pid))
         if changed:
             self.view.on(RanksChanged(changed))
 
