@@ -189,22 +189,18 @@ def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
     """Plan a launch and pack its payload, which `gather` returns for a world size. The caller starts it."""
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     try:
-        return _prepare(gather, options)
+        shown = host().view(options.view)
+        engine, plan = planned(options, shown)
+        payload = gather(plan.world_size)
+        plan = with_usable_method(plan, engine, shown)
+        if options.preload:
+            engine.preload(options.preload)
+        with preparing(shown, payloads.name_of(payload.function)):
+            is_fork = plan.method == "fork"  # which shares the notebook's memory
+            shipment = payloads.share(payload) if is_fork else payloads.ship(payload, engine.is_local)
+        return Launch(plan, shipment, shown, engine)
     except NblaunchError as error:
         raise error.with_traceback(None) from None  # the frames below are nblaunch's own
-
-
-def _prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
-    shown = host().view(options.view)
-    engine, plan = planned(options, shown)
-    payload = gather(plan.world_size)
-    plan = with_usable_method(plan, engine, shown)
-    if options.preload:
-        engine.preload(options.preload)
-    with preparing(shown, payloads.name_of(payload.function)):
-        shares_memory = plan.method == "fork"
-        shipment = payloads.share(payload) if shares_memory else payloads.ship(payload, engine.is_local)
-    return Launch(plan, shipment, shown, engine)
 
 
 def refuse_nested() -> None:

@@ -183,7 +183,7 @@ class _TurnNotes:
     """Notes on a turn: what the ranks have made of the names that were sent, and what the task has cost."""
 
     def __init__(self, run: Run, place: Place) -> None:
-        self._view, self._task, self._job, self._note = run.view, run.task, run.job, run.note
+        self._task, self._job, self._note = run.task, run.job, run.note
         self._ranks, self._names = place.ranks, run.job.shipment.payload.names
         self._has_noted_taken = False
 

@@ -116,16 +116,9 @@ class RankLogs:
         Raises:
             FileNotFoundError: The logs were removed.
         """
-        if self.out.exists():
-            return self.out.read_text(encoding="utf-8", errors="replace")
-        if not self.out.parent.exists():
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "the logs of this launch were removed, by hand or because newer launches took their place: copy logs "
-                "that you want to keep",
-                str(self.out.parent),
-            )
-        return ""
+        if self.out.parent.exists() and not self.out.exists():
+            return ""
+        return self.out.read_text(encoding="utf-8", errors="replace")
 
     def __repr__(self) -> str:
         return f"RankLogs({str(self.out)!r}, {self.err.name!r})"
