@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -83,18 +82,11 @@ class Metrics(Sequence[Report]):
         import pandas
 
         fixed = ("rank", "time", "step")
-        columns: dict[str, list[float | None]] = {name: [] for name in fixed}
-        for number, report in enumerate(self):
-            columns["rank"].append(report.rank)
-            columns["time"].append(report.time)
-            columns["step"].append(report.step)
-            for name, value in report.values.items():
-                column = columns.setdefault(f"reported_{name}" if name in fixed else name, [])
-                column += [math.nan] * (number - len(column))
-                column.append(value)
-        for column in columns.values():
-            column += [math.nan] * (len(self) - len(column))
-        return pandas.DataFrame(columns)
+        rows: list[dict[str, float | None]] = []
+        for report in self:
+            values = {f"reported_{name}" if name in fixed else name: value for name, value in report.values.items()}
+            rows.append({"rank": report.rank, "time": report.time, "step": report.step, **values})
+        return pandas.DataFrame(rows, columns=None if rows else fixed)
 
     def __repr__(self) -> str:
         return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{self._in_words(': ')})"
