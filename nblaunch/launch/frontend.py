@@ -7,15 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from nblaunch.engines.protocol import Workers
-from nblaunch.errors import ArgumentError
 from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import NullView, Stream, View
 from nblaunch.machine import timeouts
+from nblaunch.machine.arguments import one_of
 
 _registered: Frontend | None = None
 
@@ -104,12 +104,7 @@ def register(frontend: Frontend | None) -> None:
     _registered = frontend
 
 
-def view_choice(choice: str) -> Literal["auto", "text", "none"]:
+def view_choice(choice: str) -> str:
     """Return the requested view; "auto" yields to the environment variable ``NBLAUNCH_VIEW``."""
-    argument, value = "view", choice
-    if choice == "auto" and os.environ.get("NBLAUNCH_VIEW"):
-        argument, value = "NBLAUNCH_VIEW", os.environ["NBLAUNCH_VIEW"]
-    for known in ("auto", "text", "none"):
-        if value == known:
-            return known
-    raise ArgumentError(f'{argument}={value!r}: use "auto", "text" or "none"')
+    wanted = os.environ.get("NBLAUNCH_VIEW") if choice == "auto" else ""
+    return one_of("NBLAUNCH_VIEW" if wanted else "view", wanted or choice, ("auto", "text", "none"))

@@ -21,7 +21,7 @@ from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.frontend import Frontend, view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
-from nblaunch.launch.views import NullView, Stream, View
+from nblaunch.launch.views import Stream, View
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.cell_display import SessionDisplay
 from nblaunch.notebook.cells import goes_to_session, paused, resume
@@ -47,12 +47,9 @@ class NotebookFrontend(Frontend):
 
     def view(self, choice: str) -> View:
         wanted = view_choice(choice)
-        if wanted == "none":
-            return NullView()
-        if hasattr(self.shell, "kernel"):
-            return PanelView(self.shell) if wanted == "auto" and can_show_panels() else TextView(self.writer())
-        terminal = is_terminal(sys.stdout)
-        return TextView(plain_writer(), is_terminal=terminal, status=terminal)
+        if wanted == "none" or not hasattr(self.shell, "kernel"):
+            return super().view(wanted)
+        return PanelView(self.shell) if wanted == "auto" and can_show_panels() else TextView(self.writer())
 
     def writer(self) -> Callable[[str, Stream], None]:
         return _cell_writer() if hasattr(self.shell, "kernel") else plain_writer()

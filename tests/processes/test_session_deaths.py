@@ -441,10 +441,7 @@ def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"num_processes": 0}, "num_processes=0"),
         ({"name": "not a name"}, "name='not a name': must be a Python name"),
-        ({"idle_timeout": -1}, "idle_timeout=-1"),
-        ({"colour": 1}, r"session\(\) got an unexpected keyword argument 'colour': use one of num_processes"),
         ({"start_method": "fork"}, "start_method='fork': a session's ranks are not forks"),
     ],
 )

@@ -68,10 +68,6 @@ def test_without_a_line_of_the_users_there_is_none(traceback: str) -> None:
     assert (failure.where, failure.source) == ("", "")
 
 
-def test_an_error_without_a_rank_has_none() -> None:
-    assert describe(RuntimeError("no server"), None).rank == -1
-
-
 def test_a_crash_shows_the_last_lines_of_stderr_or_else_of_stdout() -> None:
     """The logs may be on another machine."""
     printed: dict[Stream, bytearray] = {"out": bytearray(b"epoch 3\n"), "err": bytearray()}

@@ -363,9 +363,9 @@ def test_the_variable_overrides_auto_alone(
 
 def test_an_unknown_view_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_VIEW", "loud")
-    with pytest.raises(ArgumentError, match='view=\'panels\': use "auto", "text" or "none"'):
+    with pytest.raises(ArgumentError, match="view='panels': must be one of 'auto', 'text', 'none'"):
         Frontend().view("panels")
-    with pytest.raises(ArgumentError, match="NBLAUNCH_VIEW='loud': use"):
+    with pytest.raises(ArgumentError, match="NBLAUNCH_VIEW='loud': must be one of"):
         Frontend().view("auto")
 
 
