@@ -44,12 +44,6 @@ _COMMON_HELP = (
     "p x: print x, w: stack, u, d: up, down, h: help\n"
     "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
 )
-_HELP_ON = {
-    "ranks": "ranks: show what every rank does\n",
-    "rank": "rank N: turn to rank N; if no debugger is open there, look at its frames while it runs on\n",
-    "all": "all COMMAND: run a command in every rank, as in `all p loss` or `all c`\n",
-}
-"""By word of the console."""
 _STATES = {"breakpoint": "at a breakpoint", "exception": "has raised", "look": "runs on", "input": "waits for input"}
 
 
@@ -367,8 +361,6 @@ class DebugConsole:
             self._turn_to(int(found[1]))
         elif found := re.fullmatch(r"all\s+([^=(].*)", line):
             self._ask_all(found[1])
-        elif found := re.fullmatch(r"(?:h|help)\s+(ranks?|all)", line):
-            self._show(_HELP_ON[found[1]])
         else:
             return False
         return True
