@@ -81,11 +81,6 @@ class _OpenDebugger:
             return "is busy with its last command"
         return _STATES["input"] if self.opened.by == "input" else "waits for another line, not for a command"
 
-    def help(self, *, is_first: bool) -> str:
-        """Return which commands it has; `is_first`: also those of all debuggers. Empty for ``input``."""
-        special = _HELP.get(self.opened.by, "")
-        return special and special + (_COMMON_HELP if is_first else "h: help\n")
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -253,10 +248,11 @@ class DebugConsole:
         debugger.is_news = self._front != opened.rank
 
     def _introduce(self, debugger: _OpenDebugger) -> None:
+        by = debugger.opened.by
         self._show(f"rank {debugger.opened.rank} {debugger.state}\n")
-        if debugger.opened.by not in self._has_helped:
-            self._show(debugger.help(is_first=not self._has_helped))
-            self._has_helped.add(debugger.opened.by)
+        if by in _HELP and by not in self._has_helped:
+            self._show(_HELP[by] + _COMMON_HELP)
+            self._has_helped.add(by)
 
     def _announce_failures(self) -> None:
         """Show which ranks have failed, while the user debugs another one."""
