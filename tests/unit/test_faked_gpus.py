@@ -84,6 +84,20 @@ def test_a_thread_may_be_importing_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # ------------------------------------------------------------------ out of memory
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Two GPUs, and the bytes that torch holds on each."""
+    reserved = {0: 2 * GIGABYTE, 1: 70 * GIGABYTE}
+    for name, answer in {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "memory_reserved": reserved.__getitem__,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return reserved
+
+
 def notes_of(error: BaseException) -> list[str]:
     """The notes of an exception of rank 3, as the notebook raises it."""
     failed = error_report.describe(3, 1, error)
@@ -96,21 +110,14 @@ def notes_of(error: BaseException) -> list[str]:
     return notes
 
 
-def test_out_of_memory_says_what_the_notebook_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserved = {0: 2 * GIGABYTE, 1: 70 * GIGABYTE}
-    for name, answer in {
-        "is_initialized": lambda: True,
-        "device_count": lambda: 2,
-        "memory_reserved": reserved.__getitem__,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
+def test_out_of_memory_says_what_the_notebook_holds(gpus: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     full = torch.cuda.OutOfMemoryError("CUDA out of memory.")
     assert notes_of(full) == [
         "The notebook itself holds 2.0 GB on cuda:0 and 70.0 GB on cuda:1: delete tensors there, then call "
         "torch.cuda.empty_cache()"
     ]
     assert notes_of(RuntimeError("CUDA error: invalid argument")) == []
-    reserved.update({0: 0, 1: 0})
+    gpus.update({0: 0, 1: 0})
     assert notes_of(full) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)  # a broken CUDA does not replace the error
     assert notes_of(full) == []
@@ -173,7 +180,7 @@ def test_a_communicator_whose_calls_are_checked_is_aborted(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("hangs", "calls"), [(False, ["work of 1", "destroy"]), (True, ["abort", "destroy"])])
 def test_a_collective_that_hangs_is_aborted_before_its_group(
-    hangs: bool, calls: list[str], gpus: None, monkeypatch: pytest.MonkeyPatch
+    hangs: bool, calls: list[str], gpus: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL's would keep the group from being destroyed."""
     said, may_end, has_ended = [], threading.Event(), threading.Event()
