@@ -281,15 +281,10 @@ class Accelerator:
         self._join()
         return collectives.gather(nest)
 
-    def gather_for_metrics(self, nest: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without results of repeated samples: over a pass each sample counts once. A collective.
-
-        Objects that are not tensors, or anything with `use_gather_object`, come back as a list of the ranks' values,
-        or of their elements if the values are lists or tuples.
-        """
+    def gather_for_metrics(self, nest: Any) -> Any:
+        """`gather` without results of repeated samples: over a pass each sample counts once. A collective."""
         self._join()
-        is_padding = self._gradients.is_padding or self.rank % self.copies != 0
-        return collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
+        return collectives.gather(nest, is_padding=self._gradients.is_padding or self.rank % self.copies != 0)
 
     def reduce(self, nest: Any, reduction: str = "sum") -> Any:
         """Combine every tensor of a pytree over the ranks. A collective.

@@ -115,31 +115,12 @@ _MAX_INT_BITS = 63
 def gather(tree: Any, *, is_padding: bool = False) -> Any:
     """See `Accelerator.gather`. A rank with `is_padding` contributes no rows."""
     flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
-    return _gather(tree, flat, exchange(_describe_all(flat, _columns)))
-
-
-def gather_for_metrics(tree: Any, *, is_padding: bool, as_objects: bool) -> Any:
-    """See `Accelerator.gather_for_metrics`. If one rank passes objects, such as an empty list, all send objects."""
-    flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
-    is_tensors = any(isinstance(leaf, Tensor) for leaf in flat.values()) and all(
-        isinstance(leaf, (Tensor, type(None))) for leaf in flat.values()
-    )
-    by_rank = exchange(_describe_all(flat, _columns) if is_tensors and not as_objects else None)
-    if any(parts is None for parts in by_rank):
-        return _gather_objects(tree, is_padding)
-    return _gather(tree, flat, by_rank)
-
-
-def _gather(tree: Any, flat: dict[str, Any], by_rank: list[Any]) -> Any:
+    by_rank = exchange({path: _describe(leaf, free=1) for path, leaf in flat.items()})
     _check_parts("gather", by_rank)
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
     return _unflatten(
         tree, _gather_tensors(tensors, [{path: part[path].shape for path in tensors} for part in by_rank])
     )
-
-
-def _columns(tensor: Tensor) -> list[int]:
-    return list(tensor.shape[1:])
 
 
 def _rows(leaf: Any, is_padding: bool) -> Any:
@@ -187,20 +168,12 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     return collective_device()
 
 
-def _gather_objects(value: Any, is_padding: bool) -> list[Any]:
-    """Return every rank's value, or if all are lists or tuples their elements in one list; without padding."""
-    kept = [other for other, is_repeat in exchange((value, is_padding)) if not is_repeat]
-    if kept and all(isinstance(other, (list, tuple)) for other in kept):
-        return [element for other in kept for element in other]
-    return kept
-
-
 # ------------------------------------------------------------------ reduce
 def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
     """See `Accelerator.reduce`. Of each `copies` ranks the first counts."""
     one_of("reduction", reduction, ("sum", "mean", "max"))
     flat = dict(_flatten(tree))
-    _check_parts("reduce", exchange(_describe_all(flat, lambda tensor: list(tensor.shape))))
+    _check_parts("reduce", exchange({path: _describe(leaf) for path, leaf in flat.items()}))
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
     for path, tensor in tensors.items():
         if reduction == "max" and tensor.is_complex():
@@ -243,7 +216,7 @@ def _pack(value: Any) -> _Part:
     if not isinstance(value, (Tensor, numbers.Number)) and getattr(value, "size", 0) == 1:
         value = value.item()  # a NumPy bool
     if isinstance(value, Tensor):
-        part = _describe(value, lambda tensor: list(tensor.shape))
+        part = _describe(value)
         return part if part.is_wrong else part._replace(content=tensor_to_bytes(value.detach()), dtype=value.dtype)
     if isinstance(value, bool):
         return _Part("a number", content=value)
@@ -372,10 +345,6 @@ class _Part(NamedTuple):
     """A number, or a tensor's bytes, if it travels along."""
 
 
-def _describe_all(flat: dict[str, Any], compared: Callable[[Tensor], list[int]]) -> dict[str, _Part]:
-    return {path: _describe(leaf, compared) for path, leaf in flat.items()}
-
-
 def _check_parts(name: str, by_rank: Sequence[dict[str, _Part]], advice: str = "make it a tensor") -> None:
     for rank, parts in enumerate(by_rank):
         for path, part in parts.items():
@@ -384,16 +353,16 @@ def _check_parts(name: str, by_rank: Sequence[dict[str, _Part]], advice: str = "
     check_same(name, [{path: part.kind for path, part in parts.items()} for parts in by_rank])
 
 
-def _describe(leaf: Any, compared: Callable[[Tensor], list[int]]) -> _Part:
+def _describe(leaf: Any, free: int = 0) -> _Part:
+    """Describe what all ranks must pass alike; the sizes of the first `free` dimensions may differ."""
     if leaf is None:
         return _Part("None")
     if not isinstance(leaf, Tensor):
         return _Part(f"a {type(leaf).__name__}", True)
     if leaf.layout != torch.strided:
         return _Part(f"a tensor of layout {leaf.layout}", True)
-    name, sizes = str(leaf.dtype).removeprefix("torch."), compared(leaf)
-    shape = ", ".join(["*"] * (leaf.dim() - len(sizes)) + [str(size) for size in sizes])
-    return _Part(f"a {name} tensor of shape [{shape}]", shape=tuple(leaf.shape))
+    shape = ", ".join(["*"] * free + [str(size) for size in leaf.shape[free:]])
+    return _Part(f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape [{shape}]", shape=tuple(leaf.shape))
 
 
 def _flatten(tree: Any, path: str = "value") -> Iterator[tuple[str, Any]]:

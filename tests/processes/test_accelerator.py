@@ -120,8 +120,6 @@ def test_collectives(launch: Launcher) -> None:
         said.append(message_of(lambda: accelerator.gather(torch.ones(2, rank + 1))))
         said.append(message_of(lambda: accelerator.gather([torch.ones(1)] * (rank + 1))))
         said.append(message_of(lambda: accelerator.gather("text" if rank == 0 else torch.ones(1))))
-        assert accelerator.gather_for_metrics([f"{rank}"] * rank) == ["1", "2", "2"]
-        assert accelerator.gather_for_metrics(rank) == [0, 1, 2]
 
         # --- reduce and broadcast
         reduced = accelerator.reduce(
@@ -278,8 +276,6 @@ def test_loaders_are_shared_out_and_each_sample_counts_once(launch: Launcher) ->
         nested = []
         for _ in outer:
             nested.append(sum(len(accelerator.gather_for_metrics(x.sum())) for (x,) in inner))
-        names = [name for (x,) in inner for name in accelerator.gather_for_metrics([f"s{x.item()}"])]
-        assert sorted(names) == ["s0", "s1", "s2"]
         for (_,) in inner:
             if inner.is_last:  # on rank 1 it is padding
                 break

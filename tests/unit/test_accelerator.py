@@ -431,9 +431,6 @@ def test_collectives_of_one_process_return_the_usual_shapes() -> None:
     assert not gathered["loss"].requires_grad
     assert gathered["rows"][0].shape == (2, 3)
     assert accelerator.gather_for_metrics(torch.ones(2)).shape == (2,)
-    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
-    assert accelerator.gather_for_metrics("ab") == ["ab"]
-    assert accelerator.gather_for_metrics(torch.ones(2), use_gather_object=True)[0].shape == (2,)
     assert accelerator.reduce([torch.tensor(3)])[0].tolist() == 3
     assert accelerator.reduce(torch.tensor(3), "mean").dtype == torch.float64
     assert accelerator.broadcast(loss) is loss
