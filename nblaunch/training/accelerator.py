@@ -29,7 +29,7 @@ from nblaunch.training.parallelism import (
     Parallelism,
     clip_grad_norm,
     full_state,
-    has_sharded_parameters,
+    is_divided,
     is_fully_sharded,
     is_sharded,
     rebind,
@@ -350,7 +350,7 @@ class Accelerator:
         Where ranks divide the module this is a collective: every rank must call it. It gives the whole state on rank
         0's CPU; on other ranks an empty dict.
         """
-        return full_state(model) if has_sharded_parameters(model) else unwrapped(model).state_dict()
+        return full_state(model) if is_divided(model) else unwrapped(model).state_dict()
 
     def save_state(self, output_dir: str | Path) -> Path:
         """Save the state of everything that was prepared, to resume exactly. A collective.
@@ -487,7 +487,7 @@ class Preparation:
             cast_forward(module.module, self.device, self.precision)
             self.gradient_state.modules.add(module)
             return module
-        if has_sharded_parameters(module):
+        if is_divided(module):
             self._check_divided(module)
             if is_fully_sharded(module):
                 self.gradient_state.modules.add(module)

@@ -16,7 +16,7 @@ from nblaunch.ranks.report import progress, report
 from nblaunch.training.collectives import broadcast_tensors, exchange, in_step
 from nblaunch.training.loader import ShardedLoader, samplers_of, shard, shards
 from nblaunch.training.metrics import Accuracy, Mean, Metric
-from nblaunch.training.parallelism import copies_in, free_gathered, has_sharded_parameters, unwrapped
+from nblaunch.training.parallelism import copies_in, free_gathered, is_divided, unwrapped
 from nblaunch.training.prefetch import Prefetcher
 from nblaunch.training.pytree import batch_size_of, to_device, tree_leaves, tree_map
 from nblaunch.training.topology import ensure_group, own_device, world
@@ -170,7 +170,7 @@ def batches_for(module: nn.Module, loader: Any, copies: int, desc: str) -> Gener
     Without a divided module these are the batches that count. The forward pass of a divided one is a collective, so
     ranks with fewer batches repeat one; of the ranks that compute on the same samples those of the first count.
     """
-    is_collective = has_sharded_parameters(module)
+    is_collective = is_divided(module)
     batches = progress(loader, desc=desc)
     modes = [(part, part.training) for part in module.modules()]  # some are frozen in eval mode on purpose
     module.eval()

@@ -238,27 +238,17 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
-def has_sharded_parameters(module: nn.Module) -> bool:
-    """Return True if the forward pass of this module is a collective."""
-    return any(map(is_sharded, module.parameters()))
-
-
 def is_divided(part: Any) -> bool:
-    """Return True if ranks hold parts of this module's or optimizer's parameters."""
+    """Return True if ranks hold parts of this module's or optimizer's parameters: its forward is a collective."""
     return any(map(is_sharded, part.parameters() if isinstance(part, nn.Module) else parameters_of(part)))
 
 
 def copies_in(module: nn.Module) -> int:
     """Return how many ranks compute on the same samples, by the meshes of a module's parameters."""
-    meshes: list[Any] = [getattr(parameter, "device_mesh", None) for parameter in module.parameters()]
-    sizes = [
-        mesh.size(dimension)
-        for mesh in meshes
-        if mesh is not None
-        for dimension, name in enumerate(mesh.mesh_dim_names or ())
-        if name in _TENSOR_DIMENSIONS
-    ]
-    return max(sizes, default=1)
+    sharded: list[Any] = [*filter(is_sharded, module.parameters())]
+    meshes = {parameter.device_mesh for parameter in sharded}
+    named = [pair for mesh in meshes for pair in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)]
+    return max((size for name, size in named if name in _TENSOR_DIMENSIONS), default=1)
 
 
 def is_fully_sharded(module: Any) -> bool:
@@ -391,8 +381,10 @@ def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> No
     styles = parallelism.planned(module)
     for name, style in styles.items():
         layer = module.get_submodule(name)
-        if style in ("colwise", "rowwise") and not isinstance(layer, nn.Embedding):
-            _check_even(layer, name, style, mesh.size())
+        attribute = {"colwise": "out_features", "rowwise": "in_features"}.get(str(style), "")
+        size = getattr(layer, attribute, 0)  # embeddings have neither
+        if size % mesh.size():
+            raise ArgumentError(f"plan: {name} has {attribute}={size}, which tensor={mesh.size()} does not divide")
         styles[name] = _style(layer, style)
     parallelize_module(module, mesh, styles)
     now = dict(module.named_parameters(remove_duplicate=False))
@@ -427,13 +419,6 @@ def _style(layer: nn.Module, style: Any) -> Any:
     if style == "colwise" and isinstance(layer, nn.Embedding):
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
-
-
-def _check_even(layer: nn.Module, name: str, style: str, ranks: int) -> None:
-    attribute = "out_features" if style == "colwise" else "in_features"
-    size = getattr(layer, attribute, 0)
-    if size % ranks:
-        raise ArgumentError(f"plan: {name} has {attribute}={size}, which tensor={ranks} does not divide")
 
 
 def _tie_again(module: nn.Module, tied: list[str], now: Mapping[str, Tensor]) -> None:
@@ -536,19 +521,15 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
             groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     if not groups:
         return torch.tensor(0.0)
-    norms = [
-        _whole(nn.utils.get_total_norm([part.grad for part in group if part.grad is not None], norm_type))
+    norms: list[Any] = [
+        nn.utils.get_total_norm([part.grad for part in group if part.grad is not None], norm_type)
         for group in groups.values()
     ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    whole = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]), norm_type)
     for group in groups.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
-
-
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return whole
 
 
 _SHOWN = 3
@@ -592,14 +573,13 @@ def load_full_state(part: Any, state: Mapping[str, Any], **options: Any) -> None
 
 def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a whole state with each tensor divided as it is in this module or optimizer."""
-    if isinstance(part, nn.Module) and has_sharded_parameters(part):
+    if isinstance(part, nn.Module) and is_divided(part):
         own = part.state_dict()
         return {name: part_like(value, own.get(name)) for name, value in state.items()}
-    parameters = parameters_of(part) if isinstance(part, Optimizer) else []
-    if not any(map(is_sharded, parameters)):
+    if not isinstance(part, Optimizer) or not is_divided(part):
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer itself compares the groups
+    by_number = dict(zip(numbers, parameters_of(part), strict=False))  # the optimizer itself compares the groups
 
     def own_part(value: Any, number: int) -> Any:
         part = part_like(value, by_number.get(number))

@@ -32,7 +32,7 @@ from nblaunch.training.evaluation import (
 )
 from nblaunch.training.gradients import is_cast, plain_forward
 from nblaunch.training.metrics import Metric
-from nblaunch.training.parallelism import has_sharded_parameters, load_full_state, unwrapped
+from nblaunch.training.parallelism import is_divided, load_full_state, unwrapped
 from nblaunch.training.pytree import parameters_of
 from nblaunch.training.seeding import SEED_VARIABLE, random_states, restore_random_states
 from nblaunch.training.train_config import Data, TrainConfig, check_order, check_training_data, loader_of
@@ -341,7 +341,7 @@ class Trainer:
             on_batch: Called before each batch if all ranks have equally many.
         """
         loader = loader_of(data, self.config, shuffle=False, accelerator=self.accelerator)
-        is_called = on_batch is not None and (has_sharded_parameters(model) or loader.own_sampler_size() is None)
+        is_called = on_batch is not None and (is_divided(model) or loader.own_sampler_size() is None)
 
         latest = torch.zeros(())
 
@@ -451,7 +451,7 @@ class Trainer:
         return self.best
 
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
-        state: Any = checkpoint.read(path, mmap=has_sharded_parameters(self.model))
+        state: Any = checkpoint.read(path, mmap=is_divided(self.model))
         if not isinstance(state, Mapping) or "progress" not in state:
             raise ArgumentError(
                 f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "

@@ -23,7 +23,7 @@ from nblaunch.training.distribute import StoppedTogether
 from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.loader import length_of
 from nblaunch.training.metrics import Mean
-from nblaunch.training.parallelism import drop_unshared_gradients, has_sharded_parameters
+from nblaunch.training.parallelism import drop_unshared_gradients, is_divided
 from nblaunch.training.pytree import batch_size_of, parameters_of
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.step_boundaries import AgreedStop, StepBoundaries
@@ -526,7 +526,7 @@ class TrainingRun:
         if path is None:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
-        state = checkpoint.read(path, mmap=has_sharded_parameters(trainer.model))
+        state = checkpoint.read(path, mmap=is_divided(trainer.model))
         remedy = "another checkpoint_dir or resume=False to train from the start"
         if trainer.loaded is not None:
             remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
