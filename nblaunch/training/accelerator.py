@@ -26,6 +26,7 @@ from nblaunch.training.gradients import GradientState, SteppedOptimizer, Stepped
 from nblaunch.training.loader import agreed_seed, shard
 from nblaunch.training.parallelism import (
     HALF,
+    MeshSizes,
     Parallelism,
     clip_grad_norm,
     full_state,
@@ -456,8 +457,11 @@ class Preparation:
 
     def __init__(self, accelerator: Accelerator, gradient_state: GradientState) -> None:
         self.accelerator, self.gradient_state = accelerator, gradient_state
-        self.device, self.dtype = accelerator.device, accelerator.dtype
-        self.precision, self.parallelism = accelerator.mixed_precision, accelerator.parallelism
+        self.device, self.dtype, self.precision = accelerator.device, accelerator.dtype, accelerator.mixed_precision
+        self.parallelism = accelerator.parallelism if world().is_shared else None
+        sizes = MeshSizes(1, 1, 1) if self.parallelism is None else self.parallelism.sizes(world().size)
+        self.divides = sizes.shard * sizes.tensor > 1  # with whole modules on every rank DDP serves
+        self.shards_all = self.divides and sizes.is_fully_sharded  # not only what a plan names
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         leaves = {id(leaf): leaf for leaf in tree_leaves(objects)}
@@ -488,47 +492,31 @@ class Preparation:
             self.gradient_state.modules.add(module)
             return module
         if is_divided(module):
-            self._check_divided(module)
+            whole = (name for name, parameter in module.named_parameters() if not is_sharded(parameter))
+            if self.shards_all and (name := next(whole, None)) is not None:
+                raise ArgumentError(
+                    f"prepare: the ranks have divided a part of the {type(module).__name__}, and not its {name}: "
+                    "prepare the whole module instead of its part"
+                )
             if is_fully_sharded(module):
                 self.gradient_state.modules.add(module)
-            elif self._divides and data_world(self.accelerator.copies).is_shared:
+            elif self.divides and data_world(self.accelerator.copies).is_shared:
                 raise ArgumentError(
                     f"prepare: the layers of the {type(module).__name__} are divided already, and parallelism would "
                     "not exchange its gradients: give the module undivided, and a plan to Parallelism(plan=...)"
                 )
             return module  # already placed and sharded, perhaps by the user
-        if self._divides and any(True for _ in module.parameters()):
+        if self.divides and any(True for _ in module.parameters()):
             return self._divided(module)
-        self._place(module)
+        if any(tensor.device != self.device for tensor in (*module.parameters(), *module.buffers())):
+            module.to(self.device)
+        self._cast(module)
         cast_forward(module, self.device, self.precision)
         if not evaluates and world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
             device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
             module = DistributedDataParallel(module, **{**device_ids, **self.accelerator.ddp_kwargs})
             self.gradient_state.modules.add(module)
         return module
-
-    @property
-    def _divides(self) -> bool:
-        """Return True if ranks hold parts of modules; with whole modules on every rank DDP serves."""
-        if self.parallelism is None or not world().is_shared:
-            return False
-        sizes = self.parallelism.sizes(world().size)
-        return sizes.shard > 1 or sizes.tensor > 1
-
-    @property
-    def _shards_all(self) -> bool:
-        """Return True if ranks hold parts of every parameter, not only of those that a plan names."""
-        return self._divides and self.parallelism is not None and self.parallelism.sizes(world().size).is_fully_sharded
-
-    def _check_divided(self, module: nn.Module) -> None:
-        if not self._shards_all:
-            return
-        whole = next((name for name, parameter in module.named_parameters() if not is_sharded(parameter)), None)
-        if whole is not None:
-            raise ArgumentError(
-                f"prepare: the ranks have divided a part of the {type(module).__name__}, and not its {whole}: prepare "
-                "the whole module instead of its part"
-            )
 
     def _divided(self, module: nn.Module) -> nn.Module:
         assert self.parallelism is not None
@@ -538,12 +526,6 @@ class Preparation:
         shard_model(own, self.parallelism, self.device, self.precision)
         self.gradient_state.modules.add(own)
         return module
-
-    def _place(self, module: nn.Module) -> None:
-        tensors = [*module.parameters(), *module.buffers()]
-        if any(tensor.device != self.device for tensor in tensors):
-            module.to(self.device)
-        self._cast(module)
 
     def _cast(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
@@ -561,7 +543,7 @@ class Preparation:
         rebind(optimizer)
         own = parameters_of(optimizer)
         whole = [parameter for parameter in own if not is_sharded(parameter)]
-        if self._divides and len(whole) > (0 if self._shards_all else len(own) - 1):
+        if self.divides and len(whole) > (0 if self.shards_all else len(own) - 1):
             raise ArgumentError(
                 f"prepare: the {type(optimizer).__name__} has a parameter of shape {list(whole[0].shape)} that belongs "
                 "to no module that the ranks have divided: make the optimizer of the module's parameters, and prepare "

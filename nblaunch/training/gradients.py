@@ -222,9 +222,6 @@ class SteppedOptimizer(_Stepped, Optimizer):
 
     inner: Optimizer
 
-    def __repr__(self) -> str:
-        return f"SteppedOptimizer({self.inner!r})"
-
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         return self.gradient_state.step(self.inner, closure)
 
@@ -247,6 +244,3 @@ class SteppedScheduler(_Stepped, LRScheduler):
 
     def get_last_lr(self) -> list[Any]:
         return self.inner.get_last_lr()
-
-    def get_lr(self) -> list[Any]:
-        return self.inner.get_lr()
