@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from nblaunch.errors import ArgumentError, warn
+from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import whole_number
 from nblaunch.training.collectives import exchange
 from nblaunch.training.partition import (
@@ -607,28 +607,6 @@ def agreed_seed(loader: DataLoader[Any]) -> int | None:
     is_settled = isinstance(loader, ShardedLoader) and loader._seed is not None
     seed: int | None = exchange(None if is_settled else order_seed(given_generators(loader)))[0]
     return seed
-
-
-def position_of(loader: Any, continues: bool) -> dict[str, Any]:
-    """Return a loader's position for a saved state; unless its latest pass `continues`, one that begins it again."""
-    state = loader.state_dict() if hasattr(loader, "state_dict") else None
-    if isinstance(loader, ShardedLoader) and state and state["batches"] and not continues:
-        state = loader.beginning()
-    return {"samples": length_of(getattr(loader, "dataset", None)), "state": state}
-
-
-def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None:
-    """Continue at the position that `position_of` returned, or warn why its next pass begins at its beginning."""
-    state, samples = position["state"], length_of(getattr(loader, "dataset", None))
-    if state is None or not hasattr(loader, "load_state_dict"):
-        return
-    if samples == position["samples"]:
-        loader.load_state_dict(state)
-    elif world().rank == 0:
-        warn(
-            f"load_state: the position of prepared loader {number} is not restored: its dataset had "
-            f"{position['samples']} samples, and has {samples}"
-        )
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

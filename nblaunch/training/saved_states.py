@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training import checkpoint
 from nblaunch.training.collectives import exchange_results
 from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler
-from nblaunch.training.loader import position_of, restore_position
+from nblaunch.training.loader import ShardedLoader, length_of
 from nblaunch.training.parallelism import (
     check_weights,
     drop_unshared_gradients,
@@ -40,7 +39,7 @@ STATE_FILE = "state.pt"
 
 
 # ------------------------------------------------------------------ what was prepared
-_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader)
+_KINDS = (nn.Module, Optimizer, LRScheduler, ShardedLoader)
 _NEEDED = {nn.Module: "modules", Optimizer: "optimizers", LRScheduler: "schedulers"}
 
 
@@ -152,10 +151,15 @@ class SavedStates:
         return {
             "copies": self.copies,
             "random": random_states(),
-            "loaders": [
-                position_of(loader, self.gradients.continues(loader)) for loader in self.prepared.of(DataLoader)
-            ],
+            "loaders": [self._position(loader) for loader in self.prepared.of(ShardedLoader)],
         }
+
+    def _position(self, loader: ShardedLoader[Any]) -> dict[str, Any]:
+        """Return a loader's position; unless its latest pass is to be continued, one that begins it again."""
+        state: Any = loader.state_dict()
+        if state["batches"] and not self.gradients.continues(loader):
+            state = loader.beginning()
+        return {"samples": length_of(loader.dataset), "state": state}
 
     def _things(self) -> dict[str, list[Any]]:
         of = self.prepared.of
@@ -228,14 +232,17 @@ class SavedStates:
         scaler = self.gradients.scaler
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])
-        elif scaler is not None or state["scaler"] is not None:
-            which = "without" if scaler is not None else "with"
-            _warn_once(f"load_state: the state was saved {which} a gradient scaler: use the same mixed_precision")
         ranks = state["ranks"]
         own = ranks[world().rank if len(ranks) == world().size else 0]
-        loaders, positions = self.prepared.of(DataLoader), own["loaders"]
+        loaders, positions = self.prepared.of(ShardedLoader), own["loaders"]
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
-            restore_position(loader, number, position)
+            if (samples := length_of(loader.dataset)) == position["samples"]:
+                loader.load_state_dict(position["state"])
+            else:
+                _warn_once(
+                    f"load_state: the position of prepared loader {number} is not restored: its dataset had "
+                    f"{position['samples']} samples, and has {samples}"
+                )
         if len(loaders) != len(positions):
             _warn_once(
                 f"load_state: the state has the positions of {len(positions)} prepared loaders, and there are "

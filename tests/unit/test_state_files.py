@@ -464,13 +464,6 @@ def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
     assert len(list(loader)) == STEPS
 
 
-def test_another_precision_is_a_warning(tmp_path: Path) -> None:
-    run, half = Run(), Run(mixed_precision="fp16")
-    run.accelerator.save_state(tmp_path / "state")
-    with pytest.warns(UserWarning, match="saved without a gradient scaler"):
-        half.accelerator.load_state(tmp_path / "state")
-
-
 # ------------------------------------------------------------------ registered objects
 class Counter:
     """An object with a state."""
