@@ -274,18 +274,6 @@ def in_order(parts: Sequence[Sequence[Any]]) -> Any:
     """Return the ranks' outputs as one pytree, in the order of the data: round by round, and in each by rank."""
     rounds = range(max(map(len, parts)))
     outputs = [part[number] for number in rounds for part in parts if number < len(part)]
-    by_leaf = [list(leaves) for leaves in zip(*map(tree_leaves, outputs), strict=True)]
-
-    def join(leaf: Any) -> Any:
-        tensors = by_leaf.pop(0)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
-        if len(shapes) > 1:
-            raise ArgumentError(
-                f"predict: the batches' outputs have the shapes {', '.join(map(str, sorted(shapes)))} per sample: let "
-                "predict_batch pad them to one shape"
-            )
-        return torch.cat(tensors)
-
-    return tree_map(join, outputs[0]) if outputs else None
+    by_leaf = zip(*map(tree_leaves, outputs), strict=True)
+    joined = (torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in by_leaf)
+    return tree_map(lambda _: next(joined), outputs[0]) if outputs else None

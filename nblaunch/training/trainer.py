@@ -50,14 +50,6 @@ def mean_squared_error(output: Any, target: Any) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def loss_parts(computed: Any) -> tuple[Tensor, Any, Any]:
-    """Return (loss, output, target) of what `Trainer.compute_loss` returned, with None for what it left out."""
-    loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ArgumentError(f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)")
-    return loss, output, target
-
-
 def _kind(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
@@ -310,7 +302,13 @@ class Trainer:
 
     def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, output, target) by `compute_loss`, with None for what it leaves out."""
-        return loss_parts(self.compute_loss(model, batch))
+        computed: Any = self.compute_loss(model, batch)
+        loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ArgumentError(
+                f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)"
+            )
+        return loss, output, target
 
     # ------------------------------------------------------------------ validation and prediction
     def validate(self, data: Data) -> Results:
@@ -332,13 +330,9 @@ class Trainer:
     def validate_prepared(
         self, model: nn.Module, data: Data, at: int | None = None, on_batch: Callable[[], None] | None = None
     ) -> Results:
-        """Validate a prepared model in this rank. A collective.
+        """Validate a prepared model in this rank, and report at step `at`. A collective.
 
-        Args:
-            model: The prepared model.
-            data: As for `validate`.
-            at: The step of the report.
-            on_batch: Called before each batch if all ranks have equally many.
+        `on_batch` is called before each batch if all ranks have equally many.
         """
         loader = loader_of(data, self.config, shuffle=False, accelerator=self.accelerator)
         is_called = on_batch is not None and (is_divided(model) or loader.own_sampler_size() is None)
@@ -380,7 +374,8 @@ class Trainer:
             What `predict_batch` returns, with the samples of all batches concatenated along dimension 0.
 
         Raises:
-            ArgumentError: The loader shuffles or has a distributed sampler, or outputs cannot be concatenated.
+            ArgumentError: The loader shuffles or has a distributed sampler, or outputs are no tensors of samples.
+            RuntimeError: The outputs of two batches have other sizes per sample.
         """
         check_order(data)
         return in_order(self._in_ranks(self._predict_part, data, "Trainer.predict"))

@@ -89,16 +89,10 @@ def test_what_cannot_be_concatenated_is_said() -> None:
         def predict_batch(self, model: nn.Module, batch: Any) -> Any:
             return model(batch[0]), "words"
 
-    class Widens(Trainer):
-        def predict_batch(self, model: nn.Module, batch: Any) -> Any:
-            return torch.zeros(len(batch[0]), len(batch[0]))
-
     at, labels = points(9).tensors
     given = trainer(nprocs=1, batch_size=4)
     with pytest.raises(ArgumentError, match=r"returned 'words' for a batch of 4: let it"):
         Scalar(given.model, given.optimizer, given.config).predict(TensorDataset(at))
-    with pytest.raises(ArgumentError, match=r"have the shapes \(1,\), \(4,\) per sample: let predict_batch pad"):
-        Widens(given.model, given.optimizer, given.config).predict(TensorDataset(at))
     with pytest.raises(ArgumentError, match=r"the batch is a list of 3, neither inputs nor .*: override predict_batch"):
         given.predict(TensorDataset(at, labels, labels))
     with pytest.raises(ArgumentError, match=r"its RandomSampler changes the order .* DataLoader with shuffle=False"):
