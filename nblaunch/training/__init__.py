@@ -6,10 +6,9 @@ It works the same in a launch, under torchrun or srun, and in a single process; 
 
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.evaluation import evaluate
-from nblaunch.training.loader import ShardedLoader, shard, skip_first_batches
+from nblaunch.training.loader import Prefetcher, ShardedLoader, shard, skip_first_batches
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
 from nblaunch.training.parallelism import Parallelism
-from nblaunch.training.prefetch import Prefetcher
 from nblaunch.training.samplers import ClassBalancedBatchSampler, DistributedWeightedSampler, ExactDistributedSampler
 from nblaunch.training.seeding import seed_everything, seed_worker
 from nblaunch.training.train_config import TrainConfig

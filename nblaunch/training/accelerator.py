@@ -23,7 +23,7 @@ from nblaunch.machine.arguments import named_arguments, one_of, whole_number
 from nblaunch.training import checkpoint, collectives
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler, cast_forward, precision_of
-from nblaunch.training.loader import agreed_seed, shard
+from nblaunch.training.loader import Prefetcher, agreed_seed, shard
 from nblaunch.training.parallelism import (
     HALF,
     MeshSizes,
@@ -37,7 +37,6 @@ from nblaunch.training.parallelism import (
     shard_model,
     unwrapped,
 )
-from nblaunch.training.prefetch import Prefetcher
 from nblaunch.training.pytree import dtype_for, parameters_of, to_device, tree_leaves, tree_map
 from nblaunch.training.saved_states import PreparedObjects, SavedStates
 from nblaunch.training.seeding import checked_seed

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
 from nblaunch.training.collectives import broadcast_tensors, exchange, in_step
-from nblaunch.training.loader import ShardedLoader, samplers_of, shard, shards
+from nblaunch.training.loader import Prefetcher, ShardedLoader, samplers_of, shard, shards
 from nblaunch.training.metrics import Accuracy, Mean, Metric
 from nblaunch.training.parallelism import copies_in, free_gathered, is_divided, unwrapped
-from nblaunch.training.prefetch import Prefetcher
 from nblaunch.training.pytree import batch_size_of, to_device, tree_leaves, tree_map
 from nblaunch.training.topology import ensure_group, own_device, world
 

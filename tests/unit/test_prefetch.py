@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Prefetcher, prefetch, shard
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training import Accelerator, Prefetcher, shard
+from nblaunch.training.loader import copied_ahead
 
 
 class Log(list[tuple[str, Any]]):
@@ -89,7 +89,7 @@ def data(size: int) -> Any:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     stand_in = Cuda(Log())
-    monkeypatch.setattr(prefetch, "copied_ahead", partial(prefetch.copied_ahead, cuda=stand_in))
+    monkeypatch.setattr("nblaunch.training.loader.copied_ahead", partial(copied_ahead, cuda=stand_in))
     return stand_in
 
 

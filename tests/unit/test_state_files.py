@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Prefetcher, checkpoint, prefetch, skip_first_batches
+from nblaunch.training import Accelerator, Prefetcher, checkpoint, skip_first_batches
 from tests.processes.trained import Augmented
 
 SAMPLES, BATCH = 20, 2
@@ -212,7 +212,7 @@ def test_batches_that_were_read_ahead_are_not_taken(tmp_path: Path, monkeypatch:
             waiting += islice(iterator, 1)
             yield waiting.pop(0)
 
-    monkeypatch.setattr(prefetch, "copied_ahead", two_ahead)  # as to a GPU
+    monkeypatch.setattr("nblaunch.training.loader.copied_ahead", two_ahead)  # as to a GPU
     accelerator = Accelerator(compute_setup="cpu", seed=3)
     loader: Any = accelerator.prepare(numbers())
     whole = [batch.tolist() for batch in loader]
