@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import named_arguments, one_of, whole_number
 from nblaunch.training import checkpoint, collectives
+from nblaunch.training.checkpoint import PreparedObjects, SavedStates
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler, cast_forward, precision_of
 from nblaunch.training.loader import Prefetcher, agreed_seed, shard
@@ -38,7 +39,6 @@ from nblaunch.training.parallelism import (
     unwrapped,
 )
 from nblaunch.training.pytree import dtype_for, parameters_of, to_device, tree_leaves, tree_map
-from nblaunch.training.saved_states import PreparedObjects, SavedStates
 from nblaunch.training.seeding import checked_seed
 from nblaunch.training.topology import data_world, ensure_group, own_device, world
 
