@@ -96,7 +96,9 @@ class Accelerator:
         self.dtype = dtype
         self.backend = None if backend is None else one_of("backend", backend, ("gloo", "nccl"))
         self._mixed_precision = mixed_precision
-        self._every = whole_number("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
+        self.gradient_accumulation_steps = whole_number(
+            "gradient_accumulation_steps", gradient_accumulation_steps, least=1
+        )
         self.ddp_kwargs = dict(ddp_kwargs or {})
         self.parallelism = parallelism
         self.seed = checked_seed(seed)
@@ -198,11 +200,6 @@ class Accelerator:
         return distributed(self, fun, options)
 
     # ------------------------------------------------------------------ training
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches per optimizer step."""
-        return self._every
-
     @property
     def sync_gradients(self) -> bool:
         """Whether the current batch ends an optimizer step."""
@@ -439,7 +436,7 @@ class Accelerator:
         if self._gradient_state is None:
             is_half = self.mixed_precision == "fp16"
             scaler = torch.amp.GradScaler(self.device.type) if is_half else None
-            self._gradient_state = GradientState(self._every, scaler)
+            self._gradient_state = GradientState(self.gradient_accumulation_steps, scaler)
         return self._gradient_state
 
     def _preparation(self) -> Preparation:

@@ -29,10 +29,15 @@ _FIRST_MESSAGE_BYTES = 1024
 
 
 def exchange(value: T) -> list[T]:
-    """Return every rank's value, by rank. A collective; `value` may be any object that pickles."""
+    """Return every rank's value, by rank: any object that pickles. One collective if all are short, else two."""
     if not world().is_shared:
         return [value]
-    return [pickle.loads(data) for data in exchange_bytes(pickle.dumps(value, protocol=5))]
+    ensure_group()
+    data, limit = pickle.dumps(value, protocol=5), _FIRST_MESSAGE_BYTES - 8
+    messages = _all_gather_padded(len(data).to_bytes(8, "little") + data[:limit], _FIRST_MESSAGE_BYTES)
+    longest = max(int.from_bytes(message[:8], "little") for message in messages)
+    by_rank = _all_gather_padded(data, longest) if longest > limit else [message[8:] for message in messages]
+    return [pickle.loads(padded) for padded in by_rank]  # which ignores the padding
 
 
 def exchange_results(action: Callable[[], T]) -> list[T]:
@@ -59,26 +64,13 @@ def exchange_results(action: Callable[[], T]) -> list[T]:
     return [other for other, _ in by_rank]  # type: ignore[misc]  # no rank raised
 
 
-def exchange_bytes(data: bytes) -> list[bytes]:
-    """Return every rank's bytes, by rank: one collective if all are short, else two."""
-    ensure_group()
-    limit = _FIRST_MESSAGE_BYTES - 8
-    first = _all_gather_padded(len(data).to_bytes(8, "little") + data[:limit], _FIRST_MESSAGE_BYTES)
-    messages = [tensor_to_bytes(message) for message in first]
-    lengths = [int.from_bytes(message[:8], "little") for message in messages]
-    if max(lengths) <= limit:
-        return [message[8 : 8 + length] for message, length in zip(messages, lengths, strict=True)]
-    received = _all_gather_padded(data, max(lengths))
-    return [tensor_to_bytes(message[:length]) for message, length in zip(received, lengths, strict=True)]
-
-
-def _all_gather_padded(data: bytes, size: int) -> list[Tensor]:
+def _all_gather_padded(data: bytes, size: int) -> list[bytes]:
     buffer = bytearray(size)
     buffer[: len(data)] = data
     own = torch.frombuffer(buffer, dtype=torch.uint8).to(collective_device())
     received = [torch.empty_like(own) for _ in range(world().size)]
     dist.all_gather(received, own)
-    return received
+    return [tensor_to_bytes(message) for message in received]
 
 
 def check_same(name: str, by_rank: Sequence[Mapping[str, str]]) -> None:
@@ -315,7 +307,7 @@ def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     while True:
         batch = next(iterator, _NO_BATCH)
         latest = latest if batch is _NO_BATCH else batch
-        states = exchange_bytes(bytes([batch is not _NO_BATCH, latest is not _NO_BATCH]))
+        states = exchange((batch is not _NO_BATCH, latest is not _NO_BATCH))
         if not any(has_batch for has_batch, _ in states):
             return
         if not all(has_any for _, has_any in states):

@@ -67,20 +67,39 @@ def evaluate(
             ``DistributedSampler`` does; or metrics or batches are not as described.
         RuntimeError: The samples counted over all ranks are not as many as the loader has.
     """
-    totals = _Totals(named(metrics), loss_fn, step or forward, size)
-    module = unwrapped(model)
+    own, module = named(metrics), unwrapped(model)
+    for metric in own.values():
+        metric.reset()
     sharded, copies = _sharded(loader, copies_in(module))
     where = device if device is not None else _device_of(module)
+    losses: list[tuple[Tensor, int]] = []  # read at the end: reading waits for the GPU
+    samples = 0
     with closing(batches_for(module, sharded, copies, desc)) as batches:
         for batch, is_counted in batches:
-            totals.update(module, to_device(batch, where), is_counted=is_counted)
-    counted, total = sum(exchange(totals.samples)), getattr(sharded, "total", None)
+            batch = to_device(batch, where)
+            output, target = (step or forward)(module, batch)
+            if not is_counted:
+                continue
+            count = batch_size_of(target, batch) if size is None else size(batch)
+            if count is None:
+                raise ArgumentError("the batch holds no tensor to count its samples by: pass size=")
+            samples += count
+            for metric in own.values():
+                metric.update(output, target)
+            if loss_fn is not None:
+                losses.append((loss_fn(output, target).detach(), count))
+    counted, total = sum(exchange(samples)), getattr(sharded, "total", None)
     if total is not None and counted != total:
         raise RuntimeError(
             f"evaluate counted {counted} samples over all ranks, but the loader has {total}. If a batch's first "
             "dimension is not its samples, give size=lambda batch: ...; else the loader lost or repeated some"
         )
-    results = {f"{prefix}{name}": value for name, value in totals.compute().items()}
+    results = {f"{prefix}{name}": metric.compute() for name, metric in own.items()}
+    if loss_fn is not None:
+        mean = Mean()
+        for loss, count in losses:
+            mean.update(loss, count if loss.numel() == 1 else 1)
+        results[f"{prefix}loss"] = mean.compute()
     if world().rank == 0:
         report(results, at)
     return results
@@ -129,37 +148,6 @@ def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
         if name in ("loss", "step"):
             raise ArgumentError(f"metrics: a metric cannot be called {name!r}: choose another name")
     return named
-
-
-class _Totals:
-    def __init__(self, metrics: dict[str, Metric], loss_fn: Any, step: Any, size: Any) -> None:
-        self.samples = 0
-        self._metrics, self._loss_fn, self._step, self._size = metrics, loss_fn, step, size
-        self._losses: list[tuple[Tensor, int]] = []  # read at the end: reading waits for the GPU
-        for metric in metrics.values():
-            metric.reset()
-
-    def update(self, module: nn.Module, batch: Any, *, is_counted: bool) -> None:
-        output, target = self._step(module, batch)
-        if not is_counted:
-            return
-        samples = self._size(batch) if self._size is not None else batch_size_of(target, batch)
-        if samples is None:
-            raise ArgumentError("the batch holds no tensor to count its samples by: pass size=")
-        self.samples += samples
-        for metric in self._metrics.values():
-            metric.update(output, target)
-        if self._loss_fn is not None:
-            self._losses.append((self._loss_fn(output, target).detach(), samples))
-
-    def compute(self) -> dict[str, float]:
-        results = {name: metric.compute() for name, metric in self._metrics.items()}
-        if self._loss_fn is not None:
-            mean = Mean()
-            for loss, samples in self._losses:
-                mean.update(loss, samples if loss.numel() == 1 else 1)
-            results["loss"] = mean.compute()
-        return results
 
 
 # ------------------------------------------------------------------ the loader

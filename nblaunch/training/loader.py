@@ -53,10 +53,6 @@ class IndexSource:
     """Whether the loader asks its dataset for lists of indices; without automatic batching it asks for one."""
 
     @property
-    def is_own_part(self) -> bool:
-        return self.yields == "own part"
-
-    @property
     def is_sized(self) -> bool:
         """Return True if the sampler has a length; one without may be infinite."""
         return length_of(self.sampler) is not None
@@ -81,14 +77,6 @@ class IndexSource:
         if self.yields == "own part":
             return len(self.sampler)
         return round_count(len(self.sampler), self.batch_size, ranks, drop_last=self.drop_last)
-
-    def obstacle(self, before: Division, now: Division, samples: int) -> str:
-        """Return why a pass cannot be continued under another division, after `samples`; empty if it can."""
-        if self.is_own_part or not samples:  # samples are counted in all other cases
-            return "its sampler divides the data among the ranks itself"
-        if self.yields == "batches" and before.batch_size != now.batch_size:
-            return "its batch sampler makes the batches itself"
-        return ""
 
     def total(self, ranks: int) -> int | None:
         """Return how many samples all ranks get together, each counted once; None if unknown."""
@@ -145,10 +133,9 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 
 def given_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers were given, each once."""
-    given = [generator for sampler in samplers_of(loader)[:1] for generator in generators_of(sampler)]
-    given += [loader.generator] if isinstance(loader.generator, torch.Generator) else []
-    return list({id(generator): generator for generator in given}.values())
+    """Return the generators that a loader and its samplers were given."""
+    given = (getattr(each, "generator", None) for each in (*samplers_of(loader), loader))
+    return [generator for generator in given if isinstance(generator, torch.Generator)]
 
 
 def _total_of(sampler: Any) -> int | None:
@@ -410,7 +397,7 @@ class ShardedLoader(DataLoader[T_co]):
 
         None if `shard` divides the data itself, or the sampler has no length.
         """
-        if self._is_stream or not (source_of(self).is_own_part and source_of(self).is_sized):
+        if self._is_stream or source_of(self).yields != "own part" or not source_of(self).is_sized:
             return None
         self._follow_samplers()
         self._set_sampler_epochs()
@@ -532,9 +519,13 @@ class ShardedLoader(DataLoader[T_co]):
         before, now = self._loaded, self._division
         if not start or before is None or before == now:
             return
-        reason = "workers read this stream" if before.num_workers or now.num_workers else ""
-        if not self._is_stream:
-            reason = source_of(self).obstacle(before, now, self._progress.start_samples)
+        reason, yields = "", None if self._is_stream else source_of(self).yields
+        if before.num_workers or now.num_workers:
+            reason = "workers read this stream"
+        elif yields == "own part" or (yields and not self._progress.start_samples):  # counted in all other cases
+            reason = "its sampler divides the data among the ranks itself"
+        elif yields == "batches" and before.batch_size != now.batch_size:
+            reason = "its batch sampler makes the batches itself"
         if reason:
             raise ArgumentError(
                 f"the loader's state was taken with {before}, and this is {now}: as {reason}, the orders differ, and "

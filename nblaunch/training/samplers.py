@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -155,10 +154,6 @@ class RankSampler(Sampler[T], Generic[T]):
             self._progress.done = place
             yield item
         self._progress.complete(epoch)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything except what belongs to this process."""
-        return {**vars(self), "_progress": copy.copy(self._progress)}
 
 
 class _IndexSampler(RankSampler[int]):
