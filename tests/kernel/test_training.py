@@ -207,17 +207,3 @@ def test_a_method_of_a_cells_class_trains_its_object(cells: Kernel) -> None:
     assert "raise ValueError('negative')" in failed.traceback
     assert "training/distribute" not in failed.traceback  # our own frames are left out
     assert cells.ask("run.model.weight.item()") == 3.0
-
-
-def test_an_interrupt_ends_the_ranks_and_leaves_the_notebooks_model(cells: Kernel) -> None:
-    cells.run(
-        "import threading\nfrom nblaunch import Accelerator\n"
-        "model = torch.nn.Linear(1, 1)\nbefore = model.weight.item()\n"
-        "def train():\n    torch.nn.init.constant_(model.weight, 9.0)\n    print('training', flush=True)\n"
-        "    threading.Event().wait()\n"
-    ).check()
-    request = cells.start_cell("Accelerator(nprocs=2, compute_setup='cpu').distribute(train)()")
-    cells.follow_cell(request, "[rank 1] training")
-    cells.interrupt()
-    assert cells.finish_cell(request).error.startswith("KeyboardInterrupt")
-    assert cells.ask("model.weight.item() == before")

@@ -137,17 +137,6 @@ def test_variables_that_a_function_names_are_trained(options: dict[str, Any]) ->
     assert OUTSIDE.weight.tolist() == [[0.5, 0.5]]
 
 
-def test_a_compiled_module_is_trained(options: dict[str, Any]) -> None:
-    def train(module: nn.Module) -> None:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.fill_(7)
-
-    module: Any = torch.compile(nn.Linear(2, 1), backend="eager")
-    Accelerator(nprocs=1, compute_setup="cpu").distribute(train, **options)(module)
-    assert all((parameter == 7).all() for parameter in module.parameters())
-
-
 def test_a_state_of_another_shape_warns_and_keeps_the_results(options: dict[str, Any]) -> None:
     model: Any = nn.Sequential(nn.Linear(1, 1))
     before = model[0].weight.item()

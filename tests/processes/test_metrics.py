@@ -140,10 +140,6 @@ def everything(rank: int) -> dict[str, Any]:
     }
 
 
-def wrong_on_one_rank(rank: int) -> None:
-    evaluate(net(), [(torch.rand(2, 8).double(), torch.zeros(2 + rank))])
-
-
 # ------------------------------------------------------------------ the figures
 def test_figures_are_those_of_one_process(launch: Launcher) -> None:
     result = launch(everything, num_processes=3)
@@ -163,8 +159,3 @@ def test_figures_are_those_of_one_process(launch: Launcher) -> None:
     reported = [report for report in result.metrics if report.values.get("accuracy") == alone[0][0]["accuracy"]]
     assert {report.rank for report in reported} == {0}
     assert {report.values["loss"] for report in reported} == {alone[0][0]["loss"]}
-
-
-def test_a_batch_that_does_not_fit_ends_the_launch(launch: Launcher) -> None:
-    with pytest.raises(ArgumentError, match=r"output has the shape \(2, 10\) .* and target \(3,\)"):
-        launch(wrong_on_one_rank)

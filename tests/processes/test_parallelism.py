@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch.errors import ArgumentError, RankDiedError, ResultError
+from nblaunch.errors import ArgumentError, ResultError
 from nblaunch.training import (
     Accelerator,
     Accuracy,
@@ -450,24 +449,6 @@ def test_a_rank_cannot_return_its_part_of_a_model(on_ranks: Launcher) -> None:
 
     with pytest.raises(ResultError, match=r"result\['weight'\].*one rank's part: take the whole.*full_state\(model\)"):
         on_ranks(check)
-
-
-@pytest.mark.parametrize("how", ["raises", "dies"])
-def test_a_rank_that_fails_ends_the_others_collectives(launch: Launcher, how: str) -> None:
-    def check(rank: int) -> None:
-        net = Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(Model())
-        inputs = sentences(2).tensors[0]
-        net(inputs)
-        if rank == 1 and how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1:
-            raise ValueError("enough")
-        for _ in range(1000):
-            net(inputs)
-
-    expected: Any = ValueError if how == "raises" else RankDiedError
-    with pytest.raises(expected, match="enough" if how == "raises" else "rank 1"):
-        launch(check, device="cpu")
 
 
 def test_what_cannot_be_divided_says_why(on_ranks: Launcher) -> None:

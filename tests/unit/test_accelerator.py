@@ -6,6 +6,8 @@ import copy
 import io
 import os
 import pickle
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,15 +204,35 @@ def test_the_last_step_of_an_unsized_stream_has_the_full_divisor() -> None:
     assert shares == [(0.5, False), (0.5, True), (0.5, True)]
 
 
-def test_an_inner_loader_does_not_end_the_outer_loaders_steps() -> None:
-    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
-    outer, inner = accelerator.prepare(parts(10, 2)[3], parts(4, 2)[3])
-    synced = []
+def nested_before(outer: Any, inner: Any) -> Iterator[None]:
     for _ in outer:
         assert len(list(inner)) == 2  # validation, taken to its end
+        yield
+
+
+def nested_within(outer: Any, inner: Any) -> Iterator[None]:
+    for _ in outer:
+        for _ in inner:
+            yield
+
+
+@pytest.mark.parametrize(
+    ("batches", "every", "sizes", "expected"),
+    [
+        (nested_before, 2, (10, 4), [False, True, False, True, True]),
+        (nested_within, 3, (4, 10), [False, False, True, False, True] * 2),
+        (partial(zip, strict=False), 3, (12, 8), [False, False, True, True]),  # the shorter one yields last
+    ],
+)
+def test_of_several_loaders_the_latest_ends_steps(
+    batches: Any, every: int, sizes: tuple[int, int], expected: list[bool]
+) -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=every)
+    synced = []
+    for _ in batches(*accelerator.prepare(*(parts(size, 2)[3] for size in sizes))):
         with accelerator.accumulate():
             synced.append(accelerator.sync_gradients)
-    assert synced == [False, True, False, True, True]
+    assert synced == expected
 
 
 def test_wrapped_objects_follow_the_accelerator_that_prepares_them() -> None:
@@ -228,27 +250,6 @@ def test_wrapped_objects_follow_the_accelerator_that_prepares_them() -> None:
         steps.step()
     assert torch.equal(net.layer.weight, before)
     assert steps.state_dict()["last_epoch"] == 0
-
-
-def test_an_outer_loaders_last_batch_ends_no_inner_steps() -> None:
-    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
-    outer, inner = accelerator.prepare(parts(4, 2)[3], parts(10, 2)[3])
-    synced = []
-    for _ in outer:
-        for _ in inner:
-            with accelerator.accumulate():
-                synced.append(accelerator.sync_gradients)
-    assert synced == [False, False, True, False, True] * 2
-
-
-def test_of_loaders_side_by_side_the_last_one_ends_a_step() -> None:
-    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
-    short, long = accelerator.prepare(parts(8, 2)[3], parts(12, 2)[3])
-    synced = []
-    for _ in zip(long, short, strict=False):
-        with accelerator.accumulate():
-            synced.append(accelerator.sync_gradients)
-    assert synced == [False, False, True, True]
 
 
 def test_gradients_stay_and_are_not_clipped_in_between() -> None:

@@ -130,19 +130,6 @@ def test_accuracy_counts_right_predictions(
     assert repr(accuracy.compute()) == repr(correct / count if count else math.nan)
 
 
-@given(data=st.data(), size=st.integers(0, 60), ranks=st.integers(1, 5))
-def test_accuracy_is_the_same_for_any_split_over_ranks(data: st.DataObject, size: int, ranks: int) -> None:
-    output, target = torch.rand(size, 4), torch.randint(4, (size,))
-    owner = torch.tensor([data.draw(st.integers(0, ranks - 1)) for _ in range(size)], dtype=torch.long)
-    parts = [accuracy_of(output[owner == rank], target[owner == rank]) for rank in range(ranks)]
-    alone = accuracy_of(output, target)
-    sent = [(int(part._correct), int(part._counted)) for part in parts]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(metrics, "exchange", lambda value: sent)
-        assert {repr(part.compute()) for part in parts} == {repr(alone.compute())}
-        assert {(part.correct, part.count) for part in parts} == {(alone.correct, size)}
-
-
 @pytest.mark.parametrize(
     ("output", "target", "settings", "message"),
     [

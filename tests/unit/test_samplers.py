@@ -228,16 +228,6 @@ def test_every_batch_has_as_many_of_each_class(
     assert rounds == [sorted(batch) for batch in single[0]]
 
 
-def test_a_short_class_repeats_reshuffled_or_ends_the_pass() -> None:
-    labels = ["cat"] * 12 + ["dog"] * 3
-    repeat = list(ClassBalancedBatchSampler(labels, 4, num_replicas=1, rank=0))
-    stop = list(ClassBalancedBatchSampler(labels, 4, short="stop", num_replicas=1, rank=0))
-    assert (len(repeat), len(stop)) == (6, 1)
-    dogs = [index for batch in repeat for index in batch if index >= 12]
-    assert Counter(dogs) == {12: 4, 13: 4, 14: 4}
-    assert sorted(index for batch in repeat for index in batch if index < 12) == list(range(12))
-
-
 def test_labels_may_be_tensors_arrays_or_none_at_all() -> None:
     for labels in (torch.tensor([0, 1, 1, 0]), np.array([0, 1, 1, 0]), [0, 1, 1, 0], "abba"):
         batches = list(ClassBalancedBatchSampler(labels, 2, shuffle=False, num_replicas=1, rank=0))

@@ -705,29 +705,6 @@ def test_a_stream_is_read_again_with_the_same_draws() -> None:
     assert not torch.equal(rest[0], rest[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "own", "of_all"),
-    [
-        ({"batch_size": 4}, [[4, 4, 2], [4, 4, 1]], [8, 8, 3]),
-        ({"batch_size": 1}, [[1] * 10, [1] * 9 + [0]], [2] * 9 + [1]),  # the last batch of rank 1 is repeated
-        ({"batch_size": 9, "drop_last": True}, [[9], [9]], [18]),
-        ({"batch_sampler": InBatches(SequentialSampler(range(19)), 6, False)}, [[6, 6], [6, 1]], [12, 7]),
-        ({"batch_size": None}, [[0] * 10] * 2, [0] * 10),  # one may be a whole batch
-    ],
-)
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_the_samples_of_all_ranks_are_known(
-    standing: Standing, options: dict[str, Any], own: list[list[int]], of_all: list[int], is_stream: bool
-) -> None:
-    if is_stream and "batch_sampler" in options:
-        return
-    for rank in range(2):
-        standing.at(rank, 2)
-        loader = shard(DataLoader(Sized(19) if is_stream else range(19), **options), dispatch=False)  # type: ignore[arg-type]
-        counts = [(loader.own_samples, loader.all_samples) for _ in loader]
-        assert counts == list(zip(own[rank], of_all, strict=True))
-
-
 def test_loaders_side_by_side_draw_apart_with_seeds_of_their_own() -> None:
     one, alike, other = (torch.cat(list(shard(DataLoader(Noise(), 4), seed=seed))) for seed in (1, 1, 2))
     assert torch.equal(one, alike)

@@ -248,17 +248,6 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "missing") == []
 
 
-def test_a_new_run_removes_the_checkpoints_of_the_last_one(tmp_path: Path) -> None:
-    folder = checkpoint.CheckpointFolder(tmp_path, keep=2)
-    assert folder.begin(resume=False) is None
-    for step in (9, 18):
-        folder.write({}, step)
-    assert folder.begin(resume=False) is None
-    folder.write({}, 6)
-    folder.close()
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-6.pt"]
-
-
 def test_the_best_checkpoint_is_never_surplus(tmp_path: Path) -> None:
     folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
     folder.begin(resume=False)
