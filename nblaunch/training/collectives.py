@@ -7,6 +7,7 @@ ranks each function returns the same types and runs no collective.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import numbers
 import pickle
@@ -240,10 +241,7 @@ def _reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
     """Reduce in the order of ranks and in the widest type, so that every rank gets the same bits."""
     dtype = tensors[0].dtype
     if op in ("max", "min"):
-        result = tensors[0]
-        for tensor in tensors[1:]:
-            result = torch.maximum(result, tensor) if op == "max" else torch.minimum(result, tensor)
-        return result
+        return functools.reduce(torch.maximum if op == "max" else torch.minimum, tensors)
     widest = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     result = torch.zeros(tensors[0].shape, dtype=widest)
     for tensor in tensors:

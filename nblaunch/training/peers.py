@@ -150,9 +150,6 @@ class _PanelBars:
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self._bars["training"].reach(trainer.fit_loop.total_batch_idx + 1)
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._end("training")
-
     def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
         if not trainer.sanity_checking:
             self._step("validating", trainer.num_val_batches)
@@ -163,14 +160,12 @@ class _PanelBars:
     def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
         self._step("testing", trainer.num_test_batches)
 
-    def on_test_end(self, trainer: Any, module: Any) -> None:
-        self._end("testing")
-
     def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
         self._step("predicting", trainer.num_predict_batches)
 
-    def on_predict_end(self, trainer: Any, module: Any) -> None:
-        self._end("predicting")
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        for name in [*self._bars]:
+            self._end(name)
 
     def _step(self, name: str, batches: list[float]) -> None:
         if name not in self._bars:
