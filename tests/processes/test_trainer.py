@@ -190,8 +190,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_steps(
 
 
 def test_resume_false_replaces_the_checkpoints(tmp_path: Path) -> None:
-    first = trainer(epochs=3, nprocs=1, checkpoint_dir=tmp_path / "c")
+    first = trainer(epochs=3, nprocs=1, checkpoint_dir=tmp_path / "c", monitor="loss")
     first.fit(points(64))
+    assert (tmp_path / "c" / "best.pt").exists()
     restarted = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "c", resume=False)
     assert len(fitted(restarted, points(64))) == 1
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-4.pt"]

@@ -290,13 +290,6 @@ def test_evaluate_runs_the_module_that_is_inside() -> None:
     assert evaluate(wrapped, DataLoader(data(), batch_size=8)) == {"accuracy": expected(model)[0]}
 
 
-def test_an_empty_loader_gives_nan() -> None:
-    empty = TensorDataset(torch.empty(0, 6), torch.empty(0, dtype=torch.long))
-    figures = evaluate(net(), DataLoader(empty, batch_size=4), loss_fn=nn.functional.cross_entropy)
-    assert all(math.isnan(value) for value in figures.values())
-    assert list(figures) == ["accuracy", "loss"]
-
-
 class Pairs(Dataset[Any]):
     """Each sample is two rows, which a collate_fn puts one after the other."""
 

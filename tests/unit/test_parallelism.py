@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import DistributedWeightedSampler, Parallelism, shard
+from nblaunch.training import Parallelism, shard
 from tests.unit.test_sharding import Standing, standing
 
 __all__ = ["standing"]
@@ -119,20 +119,6 @@ def test_units_are_found_innermost_first() -> None:
 
 
 # ------------------------------------------------------------------ ranks that read the same
-def test_copies_get_the_same_part(standing: Standing) -> None:
-    read = []
-    for rank in range(6):
-        standing.at(rank, 6)
-        loader: Any = shard(DataLoader(range(20), 2, shuffle=True), seed=3, copies=2)  # type: ignore[arg-type]
-        sampler = DistributedWeightedSampler(torch.ones(9), replacement=False)
-        drawn: Any = shard(DataLoader(range(9), 2, sampler=sampler), copies=2)  # type: ignore[arg-type]
-        assert (len(loader), loader.total, loader.state_dict()["world_size"]) == (4, 20, 3)
-        read.append([torch.cat(list(each)).tolist() for each in (loader, drawn)])
-    assert read[0::2] == read[1::2]
-    for which, size in ((0, 20), (1, 9)):
-        assert sorted(number for parts in read[::2] for number in parts[which]) == list(range(size))
-
-
 def test_copies_refuse_a_sampler_of_single_ranks(standing: Standing) -> None:
     standing.at(3, 4)
     own: Any = DistributedSampler(range(8), num_replicas=4, rank=3)  # type: ignore[arg-type]

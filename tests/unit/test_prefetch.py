@@ -106,16 +106,6 @@ def test_on_the_cpu_nothing_is_read_ahead() -> None:
     assert next(source) == 1
 
 
-@pytest.mark.parametrize("depth", [1, 9])
-@pytest.mark.parametrize("size", [0, 5])
-def test_every_batch_comes_once_in_order(cuda: Cuda, depth: int, size: int) -> None:
-    batches = [[pinned(cuda, value)] for value in range(size)]
-    prefetcher = Prefetcher(batches, "cuda:0", depth)
-    for _ in range(2):
-        assert [int(batch[0]) for batch in prefetcher] == list(range(size))
-    assert len(prefetcher) == size
-
-
 def test_the_next_batch_is_copied_before_one_is_yielded(cuda: Cuda) -> None:
     """Each tensor's stream is recorded with the allocator, at any nesting depth."""
     batches = [{"x": pinned(cuda, value), "more": [(pinned(cuda, value), None)]} for value in range(3)]

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import shard
 from nblaunch.training.seeding import default_seed, derived_seed, seed_everything, seed_worker, seeded
+from tests.processes.trained import Augmented
 
 
 @pytest.fixture(autouse=True)
@@ -98,26 +99,16 @@ def test_derived_seeds_differ_and_stay_the_same_over_versions() -> None:
     assert derived_seed(0, 1) == 1506311409109703068
 
 
-class Noisy(Dataset):
-    """Random augmentation, by each of the three generators."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, np.random.rand(), random.random(), torch.rand(()).item()], dtype=torch.float64)
-
-
 def trained(workers: int, seed: int = 5, **options: Any) -> torch.Tensor:
     """The weights after two epochs, with dropout."""
     seed_everything(seed)
-    loader = shard(DataLoader(Noisy(), 4, shuffle=True, num_workers=workers, **options))
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = shard(DataLoader(Augmented(13), 4, shuffle=True, num_workers=workers, **options))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for _ in range(2):
-        for batch in loader:
+        for inputs, _ in loader:
             optimizer.zero_grad()
-            model(batch).square().mean().backward()
+            model(inputs).square().mean().backward()
             optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

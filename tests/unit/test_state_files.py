@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Prefetcher, checkpoint, skip_first_batches
+from nblaunch.training import Accelerator, Prefetcher, skip_first_batches
 from tests.processes.trained import Augmented
 
 SAMPLES, BATCH = 20, 2
@@ -345,24 +345,6 @@ def test_a_kill_at_any_step_of_a_write_leaves_a_whole_state(tmp_path: Path) -> N
         run.accelerator.save_state(path)
         assert os.listdir(path) == ["state.pt"]
     assert step > 4
-
-
-def test_a_failed_write_leaves_the_earlier_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, path = Run(), tmp_path / "state"
-    run.accelerator.save_state(path)
-    before = (path / "state.pt").stat()
-
-    def fails(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    for owner, name in ((checkpoint, "save"), (os, "fsync")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fails)
-            with pytest.raises(OSError, match="No space left"):
-                run.accelerator.save_state(path)
-        assert os.listdir(path) == ["state.pt"]
-    assert (path / "state.pt").stat() == before
-    run.accelerator.load_state(path)
 
 
 # ------------------------------------------------------------------ what does not fit

@@ -248,27 +248,6 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "missing") == []
 
 
-def test_the_best_checkpoint_is_never_surplus(tmp_path: Path) -> None:
-    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
-    folder.begin(resume=False)
-    for step in (1, 2, 3):
-        folder.write({"step": step}, step, is_best=step == 2)
-        names = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
-        if step == 2:
-            assert len(set(names.values())) == 1  # one file of two names
-    assert names.keys() == {"best.pt", "step-3.pt"}
-    assert checkpoint.read(folder.best) == {"step": 2}
-    folder.write({"step": 4}, 4, is_latest=False, is_best=True)
-    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-3.pt"]
-    folder.close()
-    again = checkpoint.CheckpointFolder(tmp_path, keep=1)
-    assert again.begin(resume=True, until=2) is None
-    again.begin(resume=False)
-    again.write({"step": 1}, 1)
-    again.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1.pt"]
-
-
 def test_a_file_system_without_links_has_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*paths: Any) -> None:
         raise PermissionError("no links here")
