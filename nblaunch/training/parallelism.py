@@ -7,7 +7,7 @@ state yet, so a state that is saved before the first step would begin with Adam'
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,8 +28,6 @@ from nblaunch.training.topology import collective_device, world
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
 """Names of styles of tensor parallelism in a plan."""
-
-Units = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
 
 class MeshSizes(NamedTuple):
@@ -55,46 +53,46 @@ class Parallelism:
     `shard` × `tensor`; consecutive ranks are a tensor group. In a single process a Parallelism has no effect.
 
     Args:
-        shard: Ranks among which parameters are divided. True (default): all that `replicate` and `tensor` leave.
-            False: each rank keeps whole parameters (except for what `tensor` divides).
-        replicate: Groups of ranks that each hold the whole model and exchange gradients. Default: 1, and with a number
-            or False for `shard` what is left.
+        shard: Whether parameters are divided, among all ranks that `replicate` and `tensor` leave (default). False:
+            each rank keeps whole parameters (except for what `tensor` divides).
+        replicate: Groups of ranks that each hold the whole model and exchange gradients. Default: 1, and without
+            `shard` what `tensor` leaves.
         tensor: Ranks that divide single layers. Default 1.
         plan: For `tensor`, by name of a module how it is divided: ``"colwise"`` (a linear layer's outputs, an
             embedding's columns), ``"rowwise"`` (a linear layer's inputs, an embedding's rows), ``"colwise_gather"``
             (each rank gets all outputs), ``"sequence"`` (a norm or dropout over parts of a sequence), or any
             ``torch.distributed.tensor.parallel.ParallelStyle``. A ``*`` stands for one part of a dotted name:
             ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.
-        units: Modules whose parameters are gathered together: classes, names of modules (with ``*``), or a function
-            ``(name, module) -> bool``. Default: a transformers model's ``_no_split_modules``, else the modules in each
-            ``nn.ModuleList``, and of an ``nn.Transformer``. The rest of the model is a unit of its own.
+        units: Modules whose parameters are gathered together: classes, or names of modules (with ``*``). Default: a
+            transformers model's ``_no_split_modules``, else the modules in each ``nn.ModuleList``, and of an
+            ``nn.Transformer``. The rest of the model is a unit of its own.
         reshard_after_forward: Whether a unit's parameters are freed between forward and backward. False needs more
-            memory and gathers them once less. A number: see ``fully_shard``. Default: torch's own.
+            memory and gathers them once less. Default: torch's own.
         cpu_offload: Whether parameters, gradients and optimizer states stay in the CPU's memory; for GPUs.
 
     Raises:
         ArgumentError: An argument is wrong.
     """
 
-    shard: bool | int = True
+    shard: bool = True
     replicate: int | None = None
     tensor: int = 1
     plan: Mapping[str, Any] | None = None
-    units: Units | None = None
-    reshard_after_forward: bool | int | None = None
+    units: Sequence[type[nn.Module] | str] | None = None
+    reshard_after_forward: bool | None = None
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shard, bool):
-            whole_number("shard", self.shard, least=1)
+        for name in ("shard", "reshard_after_forward", "cpu_offload"):
+            value: object = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name != "reshard_after_forward"):
+                raise ArgumentError(f"{name}={value!r:.80}: use True or False")
         if self.replicate is not None:
             whole_number("replicate", self.replicate, least=1)
         whole_number("tensor", self.tensor, least=1)
         self._check_plan()
         self._check_units()
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
-            whole_number("reshard_after_forward", self.reshard_after_forward, least=1)
-        if self.cpu_offload and self.shard is False:
+        if self.cpu_offload and not self.shard:
             raise ArgumentError("cpu_offload=True, shard=False: only sharded parameters can stay on the CPU")
 
     def _check_plan(self) -> None:
@@ -115,11 +113,9 @@ class Parallelism:
 
     def _check_units(self) -> None:
         given: Any = self.units
-        if given is None or (callable(given) and not isinstance(given, type)):
-            return
-        if isinstance(given, (str, type)) or not isinstance(given, Sequence):
-            raise ArgumentError(f"units={given!r:.80}: must be a list of classes or names, or a function")
-        for unit in given:
+        if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
+            raise ArgumentError(f"units={given!r:.80}: must be a list of classes or names")
+        for unit in given or ():
             if not isinstance(unit, str) and not (isinstance(unit, type) and issubclass(unit, nn.Module)):
                 raise ArgumentError(f"units: {unit!r:.80} is neither a class of modules nor a name")
 
@@ -129,17 +125,11 @@ class Parallelism:
         if world_size % self.tensor:
             raise ArgumentError(f"tensor={self.tensor}: does not divide the {world_size} ranks")
         rest = world_size // self.tensor
-        if self.shard is True:
-            replicate = self.replicate or 1
-            shard = rest // replicate
-        else:
-            shard = int(self.shard) or 1
-            replicate = self.replicate or max(1, rest // shard)
+        replicate = self.replicate or (1 if self.shard else rest)
+        shard = rest // replicate if self.shard else 1
         if replicate * shard != rest:
             parts = f"replicate={replicate}, shard={self.shard}, tensor={self.tensor}"
             raise ArgumentError(f"{parts}: their product must be the number of ranks, which is {world_size}")
-        if shard % int(self.reshard_after_forward or 1):
-            raise ArgumentError(f"reshard_after_forward={self.reshard_after_forward}: does not divide shard={shard}")
         return MeshSizes(replicate, shard, self.tensor)
 
     def copies(self, world_size: int) -> int:
@@ -163,8 +153,6 @@ class Parallelism:
         parts = {name: part for name, part in module.named_modules() if name}
         if self.units is None:
             found = _default_units(module, parts)
-        elif callable(self.units):
-            found = {name for name, part in parts.items() if self.units(name, part)}
         else:
             found = set()
             for unit in self.units:

@@ -61,15 +61,15 @@ def train(parallelism, numbers=range(4), **settings):
 def same(weights, others):
     return all(torch.allclose(weights[name], value.cpu(), 1e-9, 1e-9) for name, value in others.items())
 """
+EVEN = COUNT - COUNT % 2
+"""Ranks: all GPUs, or all but one."""
 PARALLELISMS = {
     "sharded": "Parallelism()",
     "not resharded": "Parallelism(reshard_after_forward=False)",
-    "replicated": "Parallelism(shard=2)",
+    "replicated": f"Parallelism(replicate={EVEN // 2})",
     "divided": "Parallelism(tensor=2, plan=PLAN)",
 }
 pytestmark = pytest.mark.needs("two GPUs")
-EVEN = COUNT - COUNT % 2
-"""Ranks: all GPUs, or all but one."""
 
 
 @pytest.mark.parametrize("kind", PARALLELISMS)

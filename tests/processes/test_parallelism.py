@@ -514,10 +514,6 @@ def test_what_cannot_be_divided_says_why(on_ranks: Launcher) -> None:
                 "units: layers is a ModuleList, without a forward",
             ),
             (
-                lambda: prepare(Parallelism(reshard_after_forward=3), layer),
-                "reshard_after_forward=3: does not divide shard=2",
-            ),
-            (
                 lambda: prepare(Parallelism(), nn.Linear(2 + rank, 2, bias=False)),
                 "weight is float32 [2, 2] on rank 0, float32 [2, 3] on rank 1",
             ),
@@ -582,7 +578,7 @@ def test_a_mesh_ends_with_its_group(launch: Launcher, tmp_path: Path) -> None:
         for number in range(5):
             dist.destroy_process_group()
             dist.init_process_group("gloo", f"file://{folder}/{number}", rank=rank, world_size=2)
-            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(shard=2))
+            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
             nets = [accelerator.prepare(nn.Linear(2, 2)) for _ in range(2)]
             nets[1](torch.ones(1, 2)).sum().backward()
             assert nets[0].weight.device_mesh is nets[1].weight.device_mesh

@@ -41,12 +41,12 @@ PLAN = {"layers.*.up": "colwise"}
     [
         ({}, 4, (1, 4, 1)),
         ({"replicate": 2}, 4, (2, 2, 1)),
-        ({"shard": 2}, 6, (3, 2, 1)),
+        ({"replicate": 3}, 6, (3, 2, 1)),
         ({"shard": False}, 3, (3, 1, 1)),
         ({"tensor": 2, "plan": PLAN}, 2, (1, 1, 2)),
         ({"tensor": 2, "plan": PLAN}, 8, (1, 4, 2)),
         ({"tensor": 2, "plan": PLAN, "shard": False}, 8, (4, 1, 2)),
-        ({"tensor": 2, "plan": PLAN, "replicate": 2, "shard": 2}, 8, (2, 2, 2)),
+        ({"tensor": 2, "plan": PLAN, "replicate": 2}, 8, (2, 2, 2)),
     ],
 )
 def test_ranks_are_divided(options: Any, ranks: int, sizes: tuple[int, ...]) -> None:
@@ -59,10 +59,13 @@ def test_ranks_are_divided(options: Any, ranks: int, sizes: tuple[int, ...]) -> 
 @pytest.mark.parametrize(
     ("options", "ranks", "message"),
     [
-        ({"shard": 3}, 4, r"replicate=1, shard=3, tensor=1: their product must be the number of ranks, which is 4"),
-        ({"replicate": 3}, 4, "replicate=3, shard=True, tensor=1"),
+        (
+            {"replicate": 3},
+            4,
+            "replicate=3, shard=True, tensor=1: their product must be the number of ranks, which is 4",
+        ),
         ({"tensor": 3, "plan": PLAN}, 4, "tensor=3: does not divide the 4 ranks"),
-        ({"shard": 2, "replicate": 1}, 4, "replicate=1, shard=2"),
+        ({"shard": False, "replicate": 1}, 4, "replicate=1, shard=False"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(options: Any, ranks: int, message: str) -> None:
@@ -73,7 +76,7 @@ def test_ranks_that_do_not_fit_are_refused(options: Any, ranks: int, message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard": 0}, "shard=0: must be a whole number"),
+        ({"shard": 2}, "shard=2: use True or False"),
         ({"replicate": 1.5}, "replicate=1.5"),
         ({"tensor": True}, "tensor=True"),
         ({"plan": PLAN}, "plan: there is nothing to divide with tensor=1"),
@@ -82,9 +85,9 @@ def test_ranks_that_do_not_fit_are_refused(options: Any, ranks: int, message: st
         ({"tensor": 2, "plan": ["up"]}, r"plan=\['up'\]: must be a dict"),
         ({"tensor": 2, "plan": {"up": "columns"}}, r"plan\['up'\]='columns': must be one of 'colwise'"),
         ({"tensor": 2, "plan": {"up": 3}}, r"plan\['up'\]=3: must be one of colwise.* or a ParallelStyle"),
-        ({"units": nn.Linear}, "units=<class .*Linear.*>: must be a list of classes or names, or a function"),
+        ({"units": nn.Linear}, "units=<class .*Linear.*>: must be a list of classes or names"),
         ({"units": [3]}, "units: 3 is neither a class of modules nor a name"),
-        ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0: use True or False"),
         ({"cpu_offload": True, "shard": False}, "cpu_offload=True, shard=False"),
     ],
 )
@@ -112,7 +115,6 @@ def test_units_are_found_innermost_first() -> None:
     assert list(Parallelism(units=[Layer, "layers.*.up"]).units_of(whole)) == [
         *("layers.0.up", "layers.2.up", "layers.0", "layers.2")
     ]
-    assert list(Parallelism(units=lambda name, part: name == "stem").units_of(whole)) == ["stem"]
     assert Parallelism(units=[]).units_of(whole) == {}
     with pytest.raises(ArgumentError, match="units: the ModuleDict has no 'stern': it has stem"):
         Parallelism(units=["stern"]).units_of(whole)
