@@ -31,7 +31,6 @@ from nblaunch.training.collectives import exchange_results
 from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler
 from nblaunch.training.loader import ShardedLoader, length_of
 from nblaunch.training.parallelism import (
-    check_weights,
     drop_unshared_gradients,
     full_state,
     is_divided,
@@ -454,7 +453,7 @@ class SavedStates:
                 )
         things = self._things()
         for model, saved in zip(things["model"], state["model"], strict=True):
-            check_weights(source, model, model.state_dict(), saved, strict)
+            _check_weights(source, model, saved, strict)
         for optimizer, saved in zip(things["optimizer"], state["optimizer"], strict=True):
             groups = [
                 [len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)
@@ -504,3 +503,19 @@ def _counted(kind: str, names: list[str]) -> str:
 def _warn_once(message: str) -> None:
     if world().rank == 0:
         warn(message)
+
+
+def _check_weights(source: str, model: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
+    own = model.state_dict()
+    complaints = [f"{name} is missing" for name in own if strict and name not in saved]
+    complaints += [f"{name} is not in the model" for name in saved if strict and name not in own]
+    for name in own:
+        before, now = saved.get(name), own[name]
+        if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and before.shape != now.shape:
+            complaints.append(f"{name} has shape {list(before.shape)} there and {list(now.shape)} in the model")
+    if complaints:
+        rest = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
+        raise ArgumentError(
+            f"{source} is the state of another model than this {type(model).__name__}: "
+            f"{'; '.join(complaints[:3])}{rest}"
+        )

@@ -520,10 +520,6 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     return total
 
 
-_SHOWN = 3
-"""Weights that a message names."""
-
-
 def full_state(part: Any) -> dict[str, Any]:
     """Return the whole ``state_dict()`` of a module or optimizer on the CPU of rank 0, elsewhere {}. A collective.
 
@@ -580,22 +576,3 @@ def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
             for number, own in state["state"].items()
         },
     }
-
-
-def check_weights(
-    source: str, model: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], strict: bool
-) -> None:
-    complaints = []
-    if strict:
-        complaints = [f"{name} is missing" for name in own if name not in saved]
-        complaints += [f"{name} is not in the model" for name in saved if name not in own]
-    for name in own:
-        before, now = saved.get(name), own[name]
-        if isinstance(before, Tensor) and isinstance(now, Tensor) and before.shape != now.shape:
-            complaints.append(f"{name} has shape {list(before.shape)} there and {list(now.shape)} in the model")
-    if complaints:
-        rest = f" (and {len(complaints) - _SHOWN} more)" if len(complaints) > _SHOWN else ""
-        raise ArgumentError(
-            f"{source} is the state of another model than this {type(model).__name__}: "
-            f"{'; '.join(complaints[:_SHOWN])}{rest}"
-        )

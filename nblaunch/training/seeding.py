@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import whole_number
 from nblaunch.training.topology import data_world, world
 
@@ -66,12 +65,7 @@ def seed_worker(worker_id: int) -> None:
 
 def default_seed() -> int:
     """Return the seed of `seed_everything`, called here or in the process that started this one; else 0."""
-    text = os.environ.get(SEED_VARIABLE, "0")
-    if not (text.isascii() and text.isdigit() and int(text) < _SEED_LIMIT):
-        raise ArgumentError(
-            f"{SEED_VARIABLE}={text!r}: must be a whole number from 0 to 2**32 - 1: call seed_everything"
-        )
-    return int(text)
+    return int(os.environ.get(SEED_VARIABLE, "0"))
 
 
 def order_seed(generators: Sequence[torch.Generator]) -> int:

@@ -113,7 +113,7 @@ class SampleWeights:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._factor = 1.0
+        self.factor = 1.0  # of the loss of the latest batch
         self._first = self._seen = 0
         """Samples of all ranks in the step's first round, and in all of it."""
         self._usual: int | None = None
@@ -133,11 +133,8 @@ class SampleWeights:
         if self._seen == 0:
             self._first = of_all
         self._seen += of_all
-        self._factor = own * ranks / self._first
+        self.factor = own * ranks / self._first
         return own, of_all
-
-    def weighted(self, loss: Tensor) -> Tensor:
-        return loss * self._factor if self._factor != 1.0 else loss
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the step's samples, if they are other than its first round implied."""
@@ -329,7 +326,7 @@ class TrainingRun:
         own, of_all = self._weights.begin_batch(self.loader, batch)
         self._samples += of_all
         self._pending.append((loss.detach(), own, self.progress.step + 1))
-        self.accelerator.backward(self._weights.weighted(loss))
+        self.accelerator.backward(loss * self._weights.factor if self._weights.factor != 1.0 else loss)
         if self.accelerator.sync_gradients:
             self._weights.end_step(self.trainer.optimizer)
         if self.config.max_grad_norm is not None:  # of those that are zeroed below: others would accumulate in the norm
