@@ -42,7 +42,21 @@ def __dir__() -> list[str]:
     return sorted(_KINDS)
 
 
-class _PanelCallback:
+class _Bars:
+    def __init__(self) -> None:
+        self._bars: dict[str, Progress] = {}
+
+    def _step(self, name: str, total: int | None) -> None:
+        if name not in self._bars:
+            self._bars[name] = Progress(total, name)
+        self._bars[name].step()
+
+    def _end(self, name: str) -> None:
+        if name in self._bars:
+            self._bars.pop(name).close()
+
+
+class _PanelCallback(_Bars):
     """Shows a ``transformers.Trainer`` in the notebook: ``Trainer(..., callbacks=[PanelCallback()])``.
 
     It reports every number that the trainer logs (``loss``, ``learning_rate``, ``eval_...``), with its step, every
@@ -56,43 +70,33 @@ class _PanelCallback:
     """
 
     def __init__(self, all_ranks: bool = False) -> None:
+        super().__init__()
         self.all_ranks = all_ranks
-        self._training: Progress | None = None
-        self._evaluating: Progress | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         values = {name: value for name, value in (logs or {}).items() if not name.endswith(_SPEED_SUFFIXES)}
         _report_numbers(values, state.global_step, self.all_ranks)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training = Progress(state.max_steps, "training", state.global_step)
+        self._bars["training"] = Progress(state.max_steps, "training", state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._training is not None:
-            self._training.reach(state.global_step)
+        if "training" in self._bars:
+            self._bars["training"].reach(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._training is not None:
-            self._training.close()
-        self._training = None
+        self._end("training")
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        if self._evaluating is None:
-            self._evaluating = Progress(length_of(eval_dataloader), "evaluating")
-        self._evaluating.step()
+        self._step("evaluating", length_of(eval_dataloader))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_evaluation()
+        self._end("evaluating")
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        self._end_evaluation()
-
-    def _end_evaluation(self) -> None:
-        if self._evaluating is not None:
-            self._evaluating.close()
-        self._evaluating = None
+        self._end("evaluating")
 
 
 class _PanelLogger:
@@ -134,11 +138,8 @@ class _PanelLogger:
             callbacks.append(bars())
 
 
-class _PanelBars:
+class _PanelBars(_Bars):
     """Shows how far a lightning ``Trainer`` is, on each rank. `PanelLogger` adds it to the trainer."""
-
-    def __init__(self) -> None:
-        self._bars: dict[str, Progress] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         batches = trainer.num_training_batches * (math.inf if trainer.max_epochs == -1 else trainer.max_epochs)
@@ -152,29 +153,20 @@ class _PanelBars:
 
     def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
         if not trainer.sanity_checking:
-            self._step("validating", trainer.num_val_batches)
+            self._step("validating", _whole(sum(trainer.num_val_batches)))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         self._end("validating")
 
     def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._step("testing", trainer.num_test_batches)
+        self._step("testing", _whole(sum(trainer.num_test_batches)))
 
     def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._step("predicting", trainer.num_predict_batches)
+        self._step("predicting", _whole(sum(trainer.num_predict_batches)))
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         for name in [*self._bars]:
             self._end(name)
-
-    def _step(self, name: str, batches: list[float]) -> None:
-        if name not in self._bars:
-            self._bars[name] = Progress(_whole(sum(batches)), name)
-        self._bars[name].step()
-
-    def _end(self, name: str) -> None:
-        if name in self._bars:
-            self._bars.pop(name).close()
 
 
 _KINDS: dict[str, tuple[Any, ...]] = {
