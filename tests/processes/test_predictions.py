@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -21,7 +19,7 @@ from torch.utils.data import (
 from nblaunch import notebook_launcher
 from nblaunch.errors import ArgumentError
 from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
-from tests.processes.trained import points, trainer
+from tests.processes.trained import Stream, points, trainer
 
 pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
 
@@ -61,11 +59,6 @@ def test_outputs_come_once_each_and_in_order(nprocs: int) -> None:
         assert not outputs["scores"].requires_grad
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (at for at, _ in (points(23)[index] for index in range(23)))
-
-
 def test_loaders_and_streams_are_predicted_too() -> None:
     one, (at, labels) = trainer(batch_size=4), points(23).tensors
     one.model.eval()
@@ -75,7 +68,7 @@ def test_loaders_and_streams_are_predicted_too() -> None:
     kinds: list[Dataset[Any] | DataLoader[Any]] = [
         DataLoader(TensorDataset(at, labels), 7),
         pairs,
-        Stream(),
+        Stream(at),
         shard(pairs),
     ]
     result: Any = notebook_launcher(lambda: [*map(one.predict, kinds)], num_processes=2, device="cpu")

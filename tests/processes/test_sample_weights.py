@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from nblaunch import notebook_launcher
 from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer
-from tests.processes.trained import fitted
+from tests.processes.trained import Stream, fitted
 
 pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
 
@@ -22,12 +22,6 @@ def lines(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     at = torch.randn(count, 3, generator=generator, dtype=torch.float64)
     return TensorDataset(at, (at**3).sum(1, keepdim=True))
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        data = lines(53)
-        return (data[index] for index in range(53))
 
 
 def net() -> nn.Module:
@@ -98,7 +92,7 @@ def test_accumulated_batches_weigh_by_their_samples(nprocs: int) -> None:
     shuffled, streamed = of_ranks(
         nprocs,
         lambda: trained(data, nprocs, size, gradient_accumulation_steps=2),
-        lambda: trained(Stream(), nprocs, size, gradient_accumulation_steps=2),
+        lambda: trained(Stream(data), nprocs, size, gradient_accumulation_steps=2),
     )
     assert apart(shuffled, trained(data, 1, 24)) < 1e-12
     assert apart(streamed, trained(DataLoader(data, 24), 1, 24)) < 1e-12

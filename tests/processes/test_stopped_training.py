@@ -80,17 +80,20 @@ def stopped(mark: Path, step: int, **config: Any) -> Trainer:
 
 
 # ------------------------------------------------------------------ with checkpoints
-@pytest.mark.parametrize(("nprocs", "step"), [(1, 5), (2, 7)])
-def test_a_stopped_run_resumes_from_its_last_step(tmp_path: Path, nprocs: int, step: int) -> None:
-    whole = run(nprocs=nprocs)
+@pytest.mark.parametrize(("nprocs", "step", "parallelism"), [(1, 5, None), (2, 7, Parallelism())])
+def test_a_stopped_run_resumes_from_its_last_step(
+    tmp_path: Path, nprocs: int, step: int, parallelism: Parallelism | None
+) -> None:
+    settings: dict[str, Any] = {"nprocs": nprocs, "parallelism": parallelism}
+    whole = run(**settings)
     whole.fit(points(150), points(50))
-    one = stopped(tmp_path / "mark", step, nprocs=nprocs, checkpoint_dir=tmp_path / "c")
+    one = stopped(tmp_path / "mark", step, checkpoint_dir=tmp_path / "c", **settings)
     assert step <= one.step < STEPS
     assert (tmp_path / "c" / f"step-{one.step}.pt").exists()
     saved: Any = torch.load(tmp_path / "c" / f"step-{one.step}.pt", weights_only=True)
     for name, tensor in one.model.state_dict().items():  # the notebook has them too
         assert torch.equal(saved["model"][0][name], tensor)
-    again = run((Marks(99, tmp_path / "mark"),), nprocs=nprocs, checkpoint_dir=tmp_path / "c")
+    again = run((Marks(99, tmp_path / "mark"),), checkpoint_dir=tmp_path / "c", **settings)
     again.fit(points(150), points(50))
     assert_same(again, whole)
     assert timeless(again.history) == timeless(whole.history)
@@ -214,18 +217,6 @@ def test_a_run_stopped_while_it_loads_resumes(tmp_path: Path, nprocs: int, worke
     again = run(checkpoint_dir=tmp_path / "c", **settings)
     again.fit(points(48))
     assert_same(again, whole)
-
-
-def test_ranks_that_divide_the_model_stop_and_resume(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"parallelism": Parallelism(), "validate_every": 4}
-    whole = run(**settings)
-    whole.fit(points(150), points(50))
-    one = stopped(tmp_path / "mark", 6, checkpoint_dir=tmp_path / "c", **settings)
-    assert 6 <= one.step < STEPS
-    again = run(checkpoint_dir=tmp_path / "c", **settings)
-    again.fit(points(150), points(50))
-    assert_same(again, whole)
-    assert again.validations == whole.validations
 
 
 def test_a_launch_of_fit_itself_is_stopped_with_a_checkpoint(tmp_path: Path) -> None:

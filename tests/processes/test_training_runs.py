@@ -14,7 +14,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import TrainConfig, Trainer, checkpoint
-from tests.processes.trained import Breaks, assert_same, assert_same_run, fitted, points, timeless, trainer, weights
+from tests.processes.trained import (
+    Breaks,
+    Stream,
+    assert_same,
+    assert_same_run,
+    fitted,
+    points,
+    timeless,
+    trainer,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("imported_ahead", "one_thread", "quiet")
 
@@ -34,16 +44,6 @@ class Augmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.at[index] + 0.1 * torch.randn(2), self.labels[index]
-
-
-class Stream(IterableDataset[Any]):
-    """Points that come one by one, with a length or without."""
-
-    def __init__(self, count: int) -> None:
-        self.data = points(count)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[index] for index in range(len(self.data)))
 
 
 class JitteredStream(Stream):
@@ -73,7 +73,7 @@ def test_more_steps_continue_within_the_epoch(tmp_path: Path) -> None:
 
 def test_the_steps_of_a_schedule_may_be_given(tmp_path: Path) -> None:
     one = run(epochs=None, max_steps=4, schedule="linear", log_every=1, checkpoint_dir=tmp_path)
-    one.fit(Stream(150))
+    one.fit(Stream(points(150)))
     assert one.result is not None
     rates = [report.values["lr"] for report in one.result.metrics if "lr" in report.values]
     assert rates == pytest.approx([0.0075, 0.005, 0.0025, 0.0])
@@ -300,7 +300,7 @@ def test_after_a_failure_the_history_is_the_checkpoints(tmp_path: Path) -> None:
 def test_a_stream_is_trained_and_resumed(tmp_path: Path, nprocs: int, kind: type[Stream]) -> None:
     settings: dict[str, Any] = {"nprocs": nprocs, "epochs": 2, "gradient_accumulation_steps": 2}
     whole = run(**settings)
-    whole.fit(kind(150), Stream(50))
+    whole.fit(kind(points(150)), Stream(points(50)))
     if kind is not JitteredStream:
         listed = run(**settings)
         listed.fit(DataLoader(points(150), 11), points(50))  # not shuffled, as a stream is
@@ -309,9 +309,9 @@ def test_a_stream_is_trained_and_resumed(tmp_path: Path, nprocs: int, kind: type
     breaks = Breaks(step=whole.step - 1, mark=tmp_path / "mark", rank=nprocs - 1)
     settings |= {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 1}
     with pytest.raises(OSError, match="a disk has gone"):
-        run((breaks,), **settings).fit(kind(150), Stream(50))
+        run((breaks,), **settings).fit(kind(points(150)), Stream(points(50)))
     again = run((breaks,), **settings)
-    assert timeless(fitted(again, kind(150), Stream(50))) == timeless(whole.history)
+    assert timeless(fitted(again, kind(points(150)), Stream(points(50)))) == timeless(whole.history)
     assert_same(again, whole)
 
 

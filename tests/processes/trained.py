@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nblaunch.training import Accuracy, TrainConfig, Trainer
 
@@ -23,6 +24,16 @@ def points(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     at = torch.randn(count, 2, generator=generator)
     return TensorDataset(at, (at[:, 0] * at[:, 1] > 0).long())
+
+
+class Stream(IterableDataset[Any]):
+    """Samples that come one by one, without a length."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(len(self.data)))
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
