@@ -377,9 +377,17 @@ def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> No
     parallelize_module(module, mesh, styles)
     now = dict(module.named_parameters(remove_duplicate=False))
     for before, tied in names.items():
+        first = now[tied[0]]
         for name in tied:
-            now[name].requires_grad_(before.requires_grad)  # torch 2.8 makes it trainable
-        _tie_again(module, tied, now)
+            other = now[name].requires_grad_(before.requires_grad)  # torch 2.8 makes it trainable
+            if getattr(other, "placements", None) != getattr(first, "placements", None):
+                raise ArgumentError(
+                    f"plan: {tied[0]} and {name} are one parameter, and the plan divides them differently: an "
+                    'embedding by "rowwise" and the linear layer by "colwise" are alike'
+                )
+            if other is not first:
+                owner, _, attribute = name.rpartition(".")
+                module.get_submodule(owner).register_parameter(attribute, first)
 
 
 def _share_random_state(mesh: Any, device: torch.device) -> None:
@@ -407,21 +415,6 @@ def _style(layer: nn.Module, style: Any) -> Any:
     if style == "colwise" and isinstance(layer, nn.Embedding):
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
-
-
-def _tie_again(module: nn.Module, tied: list[str], now: Mapping[str, Tensor]) -> None:
-    first = now[tied[0]]
-    for name in tied[1:]:
-        other = now[name]
-        if other is first:
-            continue
-        if getattr(other, "placements", None) != getattr(first, "placements", None):
-            raise ArgumentError(
-                f"plan: {tied[0]} and {name} are one parameter, and the plan divides them differently: an embedding "
-                'by "rowwise" and the linear layer by "colwise" are alike'
-            )
-        owner, _, attribute = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(attribute, first)  # type: ignore[arg-type]  # a Parameter
 
 
 # ------------------------------------------------------------------ optimizers
