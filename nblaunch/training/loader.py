@@ -275,7 +275,7 @@ class ShardedLoader(DataLoader[T_co]):
         self._indices = IndexFeed()
         self._loaded: Division | None = None  # of the latest loaded state
         self._sampler_epoch: int | None = None  # last set on the samplers; any other value there is the user's
-        self._in_order = getattr(loader, "in_order", True)
+        self.in_order = True  # a position is a number of batches, so workers must not overtake each other
         self.copies = 1
 
     def adjust(
@@ -348,8 +348,6 @@ class ShardedLoader(DataLoader[T_co]):
     def _iterate_indices(self, start: int) -> Iterator[tuple[Any, Share]]:
         begin = self._progress.start_samples
         shares = self._planned() if source_of(self).is_sized else source_of(self).shares(self.place, begin)
-        # If workers could overtake each other, the padding batch could not be identified.
-        self.in_order = self._in_order or (isinstance(shares, list) and any(share.is_padding for share in shares[-1:]))
         own, epoch, rank = self.seed, self.epoch, self.place.rank
         seeds = (derived_seed(own, epoch, rank, number) for number in count(start))
         current = IndexPass(islice(shares, 0 if begin else start, None), seeds, loads_here=self.num_workers == 0)
