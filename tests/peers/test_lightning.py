@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +116,6 @@ def test_lightning_trains_on_two_ranks(
     assert {report.rank for report in logged} == {0}
     assert [report.step for report in logged if "train_loss" in report.values] == [3, 7]
     assert [report.step for report in logged if "valid_loss" in report.values] == [7]
-
-
-def test_importing_the_training_room_imports_no_peer() -> None:
-    code = (
-        "import nblaunch.training.peers, json, sys\n"
-        "peers = 'transformers', 'lightning', 'pytorch_lightning', 'torchmetrics', 'accelerate'\n"
-        "print(json.dumps([name for name in peers if name in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
 
 
 @pytest.mark.parametrize(("name", "package"), [("PanelCallback", "transformers"), ("PanelLogger", "lightning")])

@@ -178,6 +178,7 @@ HEAVY = {"torch", *NOTEBOOKS_OWN}
         ("import nblaunch", HEAVY | {"numpy", "cloudpickle"}),
         ("from nblaunch import notebook_launcher", HEAVY),
         ("import nblaunch.ranks.report", HEAVY),
+        ("import nblaunch.training.peers", {"accelerate", "lightning", "pytorch_lightning", "transformers"}),
     ],
 )
 def test_importing_loads_nothing_heavy(code: str, absent: set[str]) -> None:

@@ -112,7 +112,6 @@ def check_exact(found: list[Pass], samples: int) -> None:
     assert {len(one.batches) for one in found} == {one.expected for one in found} == {found[0].expected}
 
 
-# ------------------------------------------------------------------ dealing
 # ------------------------------------------------------------------ map-style datasets
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_loader_is_divided_exactly(standing: Standing, shuffled: bool) -> None:
