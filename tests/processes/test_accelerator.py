@@ -287,18 +287,6 @@ def test_loaders_are_shared_out_and_each_sample_counts_once(launch: Launcher) ->
         assert nested == [3, 3]
 
 
-def test_the_launchs_mixed_precision_is_the_accelerators_default(launch: Launcher) -> None:
-    def check(accelerator: Accelerator) -> Any:
-        model = accelerator.prepare(nn.Linear(2, 2))
-        with accelerator.autocast():
-            inside = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        return accelerator.mixed_precision, inside, model(torch.ones(1, 2)).dtype, accelerator.world_size
-
-    sent = Accelerator(compute_setup="cpu")  # made here, right there
-    results = launch(check, args=(sent,), device="cpu", mixed_precision="bf16")
-    assert list(results) == [("bf16", torch.bfloat16, torch.float32, 2)] * 2
-
-
 def test_a_group_that_the_users_code_made_is_used(launch: Launcher) -> None:
     def check() -> Any:
         torch.distributed.destroy_process_group()

@@ -348,14 +348,6 @@ class Count:
         self.count = 0
 
 
-def _steps(net: Any, optimizer: Any, numbers: range, parts: int, part: int) -> None:
-    for number in numbers:
-        tokens = torch.randint(0, ENCODINGS, (12, 6), generator=torch.Generator().manual_seed(number)).chunk(parts)
-        loss_of(net(tokens[part][:, :-1]), tokens[part][:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # ------------------------------------------------------------------ precision, randomness, and what goes wrong
 @pytest.mark.parametrize("mesh", ["shard", "tensor"])
 def test_bfloat16_computes_in_half_and_keeps_float32(on_ranks: Launcher, mesh: str) -> None:
@@ -424,23 +416,6 @@ def test_ranks_of_a_tensor_group_drop_the_same(on_ranks: Launcher) -> None:
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[2], outputs[3])
     assert not torch.equal(outputs[0] == 0, outputs[2] == 0)
-
-
-def test_distribute_brings_whole_weights_and_states_back() -> None:
-    def train(model: Model, optimizer: Any) -> int:
-        net, own = accelerator.prepare(model, optimizer)
-        _steps(net, own, range(3), accelerator.world_size, accelerator.rank)
-        return sum(parameter.to_local().numel() for parameter in net.parameters())
-
-    accelerator = Accelerator(nprocs=2, compute_setup="cpu", parallelism=Parallelism())
-    model, expected = Model(), Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    other = torch.optim.AdamW(expected.parameters(), lr=0.02)
-    sizes = accelerator.distribute(train, view="none")(model, optimizer)
-    _steps(expected, other, range(3), 1, 0)
-    assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(optimizer.state_dict(), other.state_dict(), rtol=1e-10, atol=1e-10)
 
 
 def test_a_rank_cannot_return_its_part_of_a_model(on_ranks: Launcher) -> None:
