@@ -23,7 +23,7 @@ from nblaunch.machine import processes
 from nblaunch.machine.limits import memory_left, physical_memory
 from nblaunch.ranks.reaper import open_log
 from nblaunch.transfer.flags import set_flags
-from nblaunch.wire.messages import RankSpec, RootLogger, Settings, WarningFilter
+from nblaunch.wire.messages import RankSpec, Settings
 from nblaunch.wire.tables import Drops, log_limit
 
 if TYPE_CHECKING:
@@ -194,44 +194,26 @@ def apply_settings(settings: Settings) -> None:
 
         numpy.random.set_state(settings.numpy_rng)
     if settings.torch_rng is not None:
-        _apply_torch(settings)
+        import torch
+
+        if settings.torch_seed is not None:
+            # torch.manual_seed seeds GPUs too, on their first use; setting that up takes 3 ms
+            seed = torch.manual_seed if settings.has_gpu else torch.default_generator.manual_seed
+            seed(settings.torch_seed)
+        torch.set_rng_state(torch.frombuffer(bytearray(settings.torch_rng), dtype=torch.uint8))
     set_flags(settings.flags)
-    if settings.logging is not None:
-        _apply_logging(settings.logging)
+    if (given := settings.logging) is not None:
+        root = logging.getLogger()
+        root.setLevel(given.level)
+        if given.has_handler and not root.handlers:  # a package that is imported here may have set its own
+            stream = sys.stdout if given.is_stdout else sys.stderr
+            logging.basicConfig(stream=stream, format=given.format, datefmt=given.datefmt, style=given.style)
     if settings.warning_filters is not None:
-        entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
+        # A filter for a class of a package that this rank has not imported yet is lost, also once it imports it.
+        found = ((f, getattr(sys.modules.get(f.category[0]), f.category[1], None)) for f in settings.warning_filters)
+        own = [(f.action, f.message, kind, f.module, f.lineno) for f, kind in found if kind is not None]
         filters: Any = warnings.filters  # typeshed calls it a Sequence
-        own = [entry for entry in entries if entry[2] is not None]
         filters[:] = [*(entry for entry in _imported_filters if entry not in own), *own]
         reset = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
         if reset is not None:  # modules that have warned already must apply the new filters
             reset()
-
-
-def _apply_logging(given: RootLogger) -> None:
-    """Log as the notebook does, to this rank's log, unless a package that is imported here has set its own handlers."""
-    root = logging.getLogger()
-    root.setLevel(given.level)
-    if given.has_handler and not root.handlers:
-        stream = sys.stdout if given.is_stdout else sys.stderr
-        logging.basicConfig(stream=stream, format=given.format, datefmt=given.datefmt, style=given.style)
-
-
-def _apply_torch(settings: Settings) -> None:
-    import torch
-
-    if settings.torch_seed is not None:
-        # torch.manual_seed seeds GPUs too, on their first use; setting that up takes 3 ms
-        seed = torch.manual_seed if settings.has_gpu else torch.default_generator.manual_seed
-        seed(settings.torch_seed)
-    torch.set_rng_state(torch.frombuffer(bytearray(settings.torch_rng or b""), dtype=torch.uint8))
-
-
-def _category(entry: WarningFilter) -> Any:
-    """Return the filter's warning class, or None, which drops the filter, if the class is not loaded here.
-
-    The notebook's own classes come with the function or its globals. A filter for a class of a package that the rank
-    has not imported yet is lost, also after the function imports the package.
-    """
-    module, name = entry.category
-    return getattr(sys.modules.get(module), name, None)
