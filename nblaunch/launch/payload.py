@@ -20,7 +20,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers
-from nblaunch.transfer.flags import read_flags
+from nblaunch.transfer.cell_effects import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.wire.messages import Cell, Payload, Question, RootLogger, Settings, Source, WarningFilter
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch.machine import processes
 from nblaunch.machine.limits import memory_left, physical_memory
 from nblaunch.ranks.reaper import open_log
-from nblaunch.transfer.flags import set_flags
+from nblaunch.transfer.cell_effects import set_flags
 from nblaunch.wire.messages import RankSpec, Settings
 from nblaunch.wire.tables import Drops, log_limit
 

@@ -345,7 +345,7 @@ class Settings:
     has_gpu: bool = True
     """Whether there may be a GPU generator to seed."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Of Python, NumPy and torch, by the names in `nblaunch.transfer.flags`."""
+    """Of Python, NumPy and torch, by the names in `nblaunch.transfer.cell_effects`."""
     warning_filters: tuple[WarningFilter, ...] | None = None
     logging: RootLogger | None = None
     """None: the notebook has not configured it."""

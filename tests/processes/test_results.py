@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from nblaunch import LaunchResult, notebook_launcher
-from nblaunch.transfer.flags import FLAGS, read_flags, set_flags
+from nblaunch.transfer.cell_effects import FLAGS, read_flags, set_flags
 from tests.conftest import conformance
 from tests.processes.conftest import Launcher
 

@@ -21,7 +21,7 @@ import torch
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.payload import for_cell, for_function, name_of, parts_of, ship, sources_in
-from nblaunch.transfer.flags import read_flags, set_flags
+from nblaunch.transfer.cell_effects import read_flags, set_flags
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
 from tests.unit.notebooks import Notebook, open_notebook
