@@ -31,7 +31,7 @@ SMALLER = {
     "early_stop=5": "early_stop=3",
     "lr=3e-4": "lr=1e-3",
     "(load_by_spawn, num_processes=2": "(load_by_spawn, num_processes=1",
-    "timeout=40": "timeout=4",
+    "timeout=40": "timeout=12",
 }
 """Layers that learn the digits as well in a fraction of the time, less and quicker training of the
 transformer, one spawned worker, and a shorter wait for a hang.
