@@ -78,13 +78,19 @@ def prepare() -> None:
     environment.memory_to_keep()
     process_group.find_backends()
     main_module.get_ipython()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # torch takes 25 ms to deregister its operators
+    forget_finalizers()
+
+
+def forget_finalizers() -> None:
+    """Keep ranks from undoing the preload's set-up at exit: torch takes 25 ms to deregister its operators."""
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _forget_the_notebooks_exit() -> None:
     """Drop the notebook's exit functions: saving its history, ending its workers, removing its files."""
     atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    forget_finalizers()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the rank's own finalizers must register it again
     util: Any = multiprocessing.util  # typeshed leaves out what follows
     util._finalizer_registry.clear()  # as multiprocessing does in its own children

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import fcntl
 import gc
+import glob
 import io
 import math
 import os
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.machine import processes
 from nblaunch.training.collectives import exchange_results
 from nblaunch.training.gradients import GradientState, SteppedOptimizer, SteppedScheduler
 from nblaunch.training.loader import ShardedLoader, length_of
@@ -131,8 +133,11 @@ def save(state: Any, path: Path) -> None:
 def replaced(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to, and move that file to `path` on success. Without success it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.partial")
-    scratch.unlink(missing_ok=True)  # of a write that was killed
+    of_host = f".{path.name}.{socket.gethostname()}"
+    for left in path.parent.glob(f"{glob.escape(of_host)}.[0-9]*.partial"):  # of a write that was killed
+        if not processes.alive(int(left.suffixes[-2][1:])):
+            left.unlink(missing_ok=True)
+    scratch = path.with_name(f"{of_host}.{os.getpid()}.partial")  # another launch may write the same file
     try:
         yield scratch
         with open(scratch, "rb+") as file:
