@@ -16,8 +16,8 @@ from jupyter_core.utils import ensure_event_loop
 
 from tests.conftest import LONG
 
-_WAITING = re.compile(r"\rnblaunch: (?:starting the ranks|preparing )[^\r\n]*|\r +\r")
-"""The status line of a launch whose start takes more than half a second, as it may on a loaded machine."""
+_WAITING = re.compile(r"\rnblaunch: (?:starting the ranks|preparing )[^\r\n]*|^\r +\r", re.MULTILINE)
+"""The status line of a launch whose start takes more than half a second, as it may on a loaded machine; its erasure."""
 
 ensure_event_loop()  # jupyter_client makes one loop for the whole process: not a leak of the test that came first
 
