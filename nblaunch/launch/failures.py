@@ -8,6 +8,7 @@ import pickle
 import re
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,9 +75,6 @@ _LIKELY = {
 class RankTraceback(Exception):  # noqa: N818  # not raised: it is the cause that carries a rank's traceback
     """The traceback of a rank, as the ``__cause__`` of the exception raised in the notebook."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
@@ -93,7 +91,6 @@ class Account:
     hint: str = ""
     """What to do about a missing process group; empty if there is one."""
     difference: str = ""
-    """See `Task.difference`."""
     session: str = ""
     hosts: Sequence[str] = ()
     """The node of each rank; none if all are on the notebook's own machine."""
@@ -289,7 +286,8 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
         there = "its machine has reached a limit of processes (ulimit -u, or a container's pids.max)"
         what += f"; it seems that {there if account.hosts else advice}"
     said = _last_said(logs["err"]) or _last_said(logs["out"])
-    last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It printed nothing. "
+    said = textwrap.indent(said.rstrip(), "    ")
+    last = f". Its last lines:\n{said}\n" if said else ". It printed nothing. "
     return f"{who} {what}{last}Log: {log}"
 
 
@@ -298,14 +296,9 @@ def _last_said(log: Log) -> str:
     crash = max((i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")), default=len(lines))
     current = (i for i in range(crash, len(lines)) if lines[i].startswith("Current thread"))
     frames = lines[next(current, crash + 1) :]
-    users = list(itertools.takewhile(lambda line: line.strip() and not _is_rank_runtime(line), frames))
-    shown = [*lines[max(0, crash - _LAST_LINES) : crash + 1], *users[: 2 * _LAST_LINES]]
-    return "\n".join(shown)
-
-
-def _is_rank_runtime(line: str) -> bool:
-    frame = _FRAME.match(line)
-    return frame is not None and is_rank_runtime(frame["file"] or "")
+    ours = (i for i, line in enumerate(frames) if (at := _FRAME.match(line)) and is_rank_runtime(at["file"] or ""))
+    users = itertools.takewhile(str.strip, frames[: next(ours, 2 * _LAST_LINES)])
+    return "\n".join([*lines[max(0, crash - _LAST_LINES) : crash + 1], *itertools.islice(users, 2 * _LAST_LINES)])
 
 
 def _signal_name(number: int) -> str:
@@ -313,10 +306,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
 
 
 def _labelled(traceback: str, sources: Mapping[str, Source]) -> str:
@@ -413,11 +402,14 @@ def _users_line(traceback: str) -> tuple[str, str]:
 
 def _add_memory_note(error: BaseException) -> None:
     """Add to a CUDA out-of-memory error what the notebook itself holds on the GPUs; torch says what the rank held."""
-    if type(error).__name__ != "OutOfMemoryError":
+    torch = sys.modules.get("torch")
+    if type(error).__name__ != "OutOfMemoryError" or torch is None:
         return
     held: list[str] = []
     with contextlib.suppress(Exception):  # CUDA's errors; best effort: must never replace the rank's exception
-        held = _held_by_notebook()
+        if torch.cuda.is_initialized():
+            sizes = [(torch.cuda.memory_reserved(index), index) for index in range(torch.cuda.device_count())]
+            held = [f"{size / 1e9:.1f} GB on cuda:{index}" for size, index in sizes if size]
     if held:
         add_note(
             error,
@@ -425,35 +417,26 @@ def _add_memory_note(error: BaseException) -> None:
         )
 
 
-def _held_by_notebook() -> list[str]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return []
-    reserved = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
-    return [f"{size / 1e9:.1f} GB on {device}" for device, size in reserved.items() if size]
-
-
 # ------------------------------------------------------------------ what an exception carries
-def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
+def interruption(message: str, results: Mapping[int, Any], files: object = None) -> KeyboardInterrupt:
     """Return a KeyboardInterrupt that IPython shows as one line, with what the ranks had returned."""
     interrupt: Any = KeyboardInterrupt(message)
-    attach_results(results, interrupt)
+    attach(results, interrupt, files)
     interrupt.__notes__ = []
     show_as(interrupt, [f"KeyboardInterrupt: {message}"], interrupt.__notes__)
     return interrupt  # type: ignore[no-any-return]  # Any, to give it attributes
 
 
-def attach_results(results: Mapping[int, Any], error: Any) -> None:
-    """Give an error what the ranks returned, unless it is a user's error with ``results`` of its own."""
+def attach(results: Mapping[int, Any], error: Any, files: object = None) -> None:
+    """Give an error what the ranks returned, unless it is a user's error with ``results`` of its own.
+
+    `files` are the logs, which are kept for the lifetime of the error.
+    """
     with contextlib.suppress(Exception):  # a user's __getattr__ or __setattr__
+        if files is not None:
+            error._nblaunch_files = files
         if isinstance(error, NblaunchError) or not hasattr(error, "results"):
             error.results = dict(results)
-
-
-def keep_logs(error: Any, files: object) -> None:
-    """Keep the logs, which the error names, for the lifetime of the error."""
-    with contextlib.suppress(Exception):  # a user's __setattr__, or no error
-        error._nblaunch_files = files
 
 
 def summary(error: BaseException) -> str:

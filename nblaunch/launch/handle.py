@@ -161,7 +161,7 @@ class Launch:
             try:
                 warn(crash)
             except Warning as raised:  # the user's filters make warnings errors
-                failures.attach_results(self._returned, raised)
+                failures.attach(self._returned, raised)
                 raise
         if self._error is not None:
             raise self._error
@@ -232,12 +232,11 @@ class Launch:
             interrupted = self._wait_out()
         except BaseException as error:  # an interrupt between two lines of ours
             self._abandon()
-            failures.attach_results(self._returned, error)
+            failures.attach(self._returned, error)
             raise
         if interrupted and isinstance(self._error, LaunchStoppedError):
-            interrupt = failures.interruption(str(self._error), self._returned)
-            failures.keep_logs(interrupt, getattr(self._error, "_nblaunch_files", None))
-            raise interrupt from None
+            files = getattr(self._error, "_nblaunch_files", None)
+            raise failures.interruption(str(self._error), self._returned, files) from None
         if interrupted and self._error is None:  # end a loop of launches, too; the exception carries the result
             said = f"{self.name} was interrupted, and every rank returned: the result is sys.last_value.results"
             raise failures.interruption(said, self._returned)
@@ -328,7 +327,6 @@ class Launch:
                 restarting = f"restarting all ranks ({number + 1} of {self._plan.options.max_restarts})"
                 self._view.on(Note(f"{failures.summary(error)}: {restarting}"))
                 return True
-            failures.keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
             self._view.on(Ended(self._outcome(state, error)))
             return False
@@ -402,7 +400,7 @@ class Launch:
             )
             error = reason.error(told)
         if error is not None:
-            failures.attach_results(self._returned, error)
+            failures.attach(self._returned, error, files)
         return error
 
     def _load_results(self, parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> BaseException | None:

@@ -12,7 +12,7 @@ from nblaunch.launch.failures import (
     MAX_HEADLINE,
     Account,
     RankTraceback,
-    attach_results,
+    attach,
     crash_warning,
     describe,
     headline_of,
@@ -171,5 +171,5 @@ class StrictError(Exception):
 
 @pytest.mark.parametrize(("error", "results"), [(OwnResultsError(), (0.5,)), (StrictError(), None)])
 def test_a_users_error_keeps_its_own_results_or_has_none(error: Exception, results: object) -> None:
-    attach_results({1: "value"}, error)
+    attach({1: "value"}, error)
     assert getattr(error, "results", None) == results
