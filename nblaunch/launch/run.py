@@ -28,7 +28,7 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Note, RanksPlaced, Tick, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Process
-from nblaunch.wire.messages import CollectivesBegun, Order, Question
+from nblaunch.wire.messages import Order, Question
 
 _MAX_NAMED = 6
 _MAX_PUSHED = 3
@@ -69,6 +69,7 @@ class Run:
         self.job, self.number, self.files, self.view, self.commands = job, number, files, view, commands
         self.results: dict[int, list[int]] = {}
         self.hint = ""
+        self._has_noted_taken = False
 
     # -------------------------------------------------------------- new ranks
     def start(self, engine: Engine) -> Verdict:
@@ -116,9 +117,8 @@ class Run:
     def take_turn(self, place: Place) -> Verdict:
         """Wait for the turn of a session's ranks, and run the task to its end."""
         ranks, job = place.ranks, self.job
-        if not ranks.queue.is_first(place.ticket):
-            first, *_ = ranks.queue.labels or [""]
-            self.note(f"queued: the session runs {first or 'a question'}")
+        if queued := ranks.said_of_queue(place.ticket):
+            self.note(queued)
         with contextlib.ExitStack() as opened:
             opened.enter_context(ranks.claimed(place.ticket, lambda: self.commands.stop, self.commands.ask))
             self.group = group = ranks.group
@@ -139,31 +139,101 @@ class Run:
                 self.note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon")
                 ranks.leaving = ""
             payload = job.shipment.payload
-            function = payload.function
-            wanted = function.ranks if isinstance(function, Question) else None
+            wanted = payload.function.ranks if isinstance(payload.function, Question) else None
             log_dir = str(self.files.directory)
             self.task.send(ranks.world, job.shipment.fds, log_dir=log_dir, path=ranks.path, wanted=wanted)
             present = [rank.member.worker for rank in self.task.present]
             patterns = options.metric_patterns
             is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
             self.output = OutputFollower(present, patterns or (), self.view, notes_unmatched=is_own)
-            notes = _TurnNotes(self, place)
             try:
-                supervise(self.task, self.output, self.view, notes.until_over)
+                supervise(self.task, self.output, self.view, self._turn_is_over)
             except BaseException:
                 ranks.give_up(self.task)
                 raise
             verdict = self.task.finish()
             self.output.finish()
             ranks.finish(self.task, payload.names, payload.settings)
-            notes.note_end(absent, generation)
-            if not isinstance(function, Question):
-                notes.note_error(verdict)
+            self._note_end(ranks, absent, generation)
+            if not isinstance(payload.function, Question):
+                self._note_error(ranks, verdict)
             self.results = self.task.take_results()
             return verdict
 
     def note(self, text: str) -> None:
         self.view.on(Note(text))
+
+    def _turn_is_over(self) -> bool:
+        """Return True once the task is over. Meanwhile note what the ranks have taken, before they work for hours."""
+        task = self.task
+        is_over = task.is_over or task.group.is_over
+        if not self._has_noted_taken and (is_over or all(rank.is_running or rank.is_over for rank in task.present)):
+            self._has_noted_taken = True
+            self._note_taken()
+        return is_over
+
+    def _note_taken(self) -> None:
+        """Note what the ranks have made of the names that were sent."""
+        names_sent = self.job.shipment.payload.names
+        taken = [(rank.rank, rank.taken) for rank in self.task.present]
+        kept: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted({name for _, each in taken for name in each.kept}):
+            kept.setdefault(tuple(rank for rank, each in taken if name in each.kept), []).append(name)
+        sent = sorted({*names_sent}.difference(*(names for ranks, names in kept.items() if len(ranks) == len(taken))))
+        if sent:
+            self.note(f"sent: {_listed(sent)}")
+        for ranks, names in kept.items():
+            one_or_more = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            whose = "the ranks'" if len(ranks) == len(taken) else f"{one_or_more}'s"
+            value = "values" if len(names) > 1 else "value"
+            push = f"session.push({', '.join(f'{name}={name}' for name in names[:_MAX_PUSHED])})"
+            replaces = "replaces them" if len(names) > 1 else "replaces it"
+            said = f"this cell used {whose} own {value}, not the notebook's. {push} {replaces}"
+            self.note(f"{_listed(names)}: {said}")
+        replaced = sorted({name for _, each in taken for name in each.replaced})
+        if replaced:
+            self.note(f"{_listed(replaced)}: the ranks had changed it, and the notebook's new value has replaced it")
+        for name, owner in sorted({pair for _, each in taken for pair in each.apart}):
+            self.note(
+                f"{name}: holds tensors of the notebook's {owner}, not of the ranks' own {owner}, which it does "
+                "not change"
+            )
+
+    def _note_end(self, ranks: SessionRanks, absent_before: list[int], generation_before: int) -> None:
+        """Note what the task has cost: ranks, values, and the process group."""
+        for rank in [rank for rank in ranks.absent if rank not in absent_before]:
+            self.note(
+                f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
+                f"without collectives. {restart_command(ranks.name, [rank])} restarts it"
+            )
+        self._note_desync(ranks)
+        stale = stale_names(ranks)
+        if ranks.generation != generation_before and stale:
+            self.note(stale)
+
+    def _note_desync(self, ranks: SessionRanks) -> None:
+        """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
+        begun = {rank.rank: rank.names.begun.last for rank in self.task.present if rank.names is not None}
+        if self.task.ladder is not None or len({last.count for last in begun.values()}) < 2:
+            return
+        ranks.disturb()
+        said = []
+        for rank, last in begun.items():
+            call = in_words(last, place_of(last, self.job.shipment.sources))
+            called = f"{last.count} in this group, the last {call}" if last.count else "none"
+            said.append(f"rank {rank} called {called}")
+        self.note(
+            f"the ranks have not called the same collectives: {'; '.join(said)}. The next collective would have paired "
+            "different calls, so the process group is replaced"
+        )
+
+    def _note_error(self, ranks: SessionRanks, verdict: Verdict) -> None:
+        console, cause = self.job.console, verdict.cause
+        has_raised = cause is not None and cause.kind in ("exception", "collective")
+        ranks.failed_first = cause.rank if cause is not None and has_raised else None
+        ranks.last_sources = self.job.shipment.sources
+        if has_raised and console.debugging.can_type and not console.has_examined:
+            self.note(f"{debug_command(ranks.name)} opens the debugger on this error")
 
 
 def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[], bool]) -> None:
@@ -179,97 +249,10 @@ def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[]
             view.on(Tick())
 
 
-class _TurnNotes:
-    """Notes on a turn: what the ranks have made of the names that were sent, and what the task has cost."""
-
-    def __init__(self, run: Run, place: Place) -> None:
-        self._task, self._job, self._note = run.task, run.job, run.note
-        self._ranks, self._names = place.ranks, run.job.shipment.payload.names
-        self._has_noted_taken = False
-
-    def until_over(self) -> bool:
-        """Return True once the task is over. Meanwhile note what the ranks have taken."""
-        task = self._task
-        is_over = task.is_over or task.group.is_over
-        if not self._has_noted_taken and (is_over or all(rank.is_running or rank.is_over for rank in task.present)):
-            self._has_noted_taken = True
-            self._note_taken()
-        return is_over
-
-    def _note_taken(self) -> None:
-        """Note what the ranks have made of these names, before they work with them for hours."""
-        taken = [(rank.rank, rank.taken) for rank in self._task.present]
-        kept: dict[tuple[int, ...], list[str]] = {}
-        for name in sorted({name for _, each in taken for name in each.kept}):
-            kept.setdefault(tuple(rank for rank, each in taken if name in each.kept), []).append(name)
-        sent = sorted({*self._names}.difference(*(names for ranks, names in kept.items() if len(ranks) == len(taken))))
-        if sent:
-            self._note(f"sent: {_listed(sent)}")
-        for ranks, names in kept.items():
-            whose = "the ranks'" if len(ranks) == len(taken) else f"{_in_words(ranks)}'s"
-            value = "values" if len(names) > 1 else "value"
-            push = f"session.push({', '.join(f'{name}={name}' for name in names[:_MAX_PUSHED])})"
-            replaces = "replaces them" if len(names) > 1 else "replaces it"
-            said = f"this cell used {whose} own {value}, not the notebook's. {push} {replaces}"
-            self._note(f"{_listed(names)}: {said}")
-        replaced = sorted({name for _, each in taken for name in each.replaced})
-        if replaced:
-            self._note(f"{_listed(replaced)}: the ranks had changed it, and the notebook's new value has replaced it")
-        for name, owner in sorted({pair for _, each in taken for pair in each.apart}):
-            self._note(
-                f"{name}: holds tensors of the notebook's {owner}, not of the ranks' own {owner}, which it does "
-                "not change"
-            )
-
-    def _note_desync(self) -> None:
-        """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
-        begun = {rank.rank: rank.names.begun for rank in self._task.present if rank.names is not None}
-        if self._task.ladder is not None or len({each.last.count for each in begun.values()}) < 2:
-            return
-        self._ranks.disturb()
-        said = "; ".join(f"rank {rank} {self._last_of(each)}" for rank, each in begun.items())
-        self._note(
-            f"the ranks have not called the same collectives: {said}. The next collective would have paired "
-            "different calls, so the process group is replaced"
-        )
-
-    def _last_of(self, begun: CollectivesBegun) -> str:
-        last = begun.last
-        if not last.count:
-            return "called none"
-        place = place_of(last, self._job.shipment.sources)
-        return f"called {last.count} in this group, the last {in_words(last, place)}"
-
-    def note_error(self, verdict: Verdict) -> None:
-        ranks, console, cause = self._ranks, self._job.console, verdict.cause
-        has_raised = cause is not None and cause.kind in ("exception", "collective")
-        ranks.failed_first = cause.rank if cause is not None and has_raised else None
-        ranks.last_sources = self._job.shipment.sources
-        if has_raised and console.debugging.can_type and not console.has_examined:
-            self._note(f"{debug_command(ranks.name)} opens the debugger on this error")
-
-    def note_end(self, absent_before: list[int], generation_before: int) -> None:
-        """Note what the task has cost: ranks, values, and the process group."""
-        ranks = self._ranks
-        for rank in [rank for rank in ranks.absent if rank not in absent_before]:
-            self._note(
-                f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
-                f"without collectives. {restart_command(ranks.name, [rank])} restarts it"
-            )
-        self._note_desync()
-        stale = stale_names(ranks)
-        if ranks.generation != generation_before and stale:
-            self._note(stale)
-
-
 def stale_names(ranks: SessionRanks) -> str:
     """Return which names are useless now that the process group is replaced; empty if none."""
     stale = {each.name for rank in ranks.present for each in ranks.bound[rank] if each.of_group}
     return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again" if stale else ""
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _listed(names: Sequence[str]) -> str:
