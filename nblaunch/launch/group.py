@@ -137,4 +137,5 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Release the processes' files. Descriptors of unread messages are closed."""
+        self._is_swept = True
         self.workers.close()

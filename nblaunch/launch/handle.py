@@ -124,7 +124,7 @@ class Launch:
 
     @property
     def done(self) -> bool:
-        """Return True if the launch has finished, failed or been stopped."""
+        """True if the launch has finished, failed or been stopped."""
         return self._finished.is_set()
 
     def discard(self) -> None:
@@ -270,7 +270,9 @@ class Launch:
     # -------------------------------------------------------------- in the supervisor thread
     def _supervise(self) -> None:
         try:
-            self._run()
+            for number in range(self._plan.options.max_restarts + 1):
+                if not self._attempt(number):
+                    break
         except (BusyError, GivenUpError):
             self._error = LaunchStoppedError(f"{self.name} was stopped before its ranks had begun")
             self._view.on(Ended(self._outcome("stopped", self._error)))
@@ -300,20 +302,17 @@ class Launch:
             self._place.ranks.queue.discard(self._place.ticket)
         self._finished.set()
 
-    def _run(self) -> None:
-        for number in range(self._plan.options.max_restarts + 1):
-            again = self._attempt(number)
-            if not again:
-                return
-
     def _attempt(self, number: int) -> bool:
+        """Run the task once. Return True if it is to be run again."""
         try:
             files = LaunchFiles.create(self.id + CELL_SUFFIX if self.keeps_ranks else self.id)
         except OSError as refusal:
             raise StartError(f"cannot create the log directory of {self.name}: {refusal}{remedy(refusal)}") from refusal
         try:
-            if number > 0:
-                self._replace_lost_nodes()
+            if number > 0 and not self._engine.is_local:  # lost nodes are replaced
+                machines = self._engine.machines(lambda text: self._view.on(Note(text)), lambda: self._commands.stop)
+                self._plan = moved(self._plan, machines)
+                self._job = replace(self._job, plan=self._plan)
             self._view.on(Started(self._info(files, number)))
             if number == 0:
                 for note in notes_on(self._sent, _noted):
@@ -333,19 +332,12 @@ class Launch:
         finally:
             files.close()
 
-    def _replace_lost_nodes(self) -> None:
-        if not self._engine.is_local:
-            machines = self._engine.machines(lambda text: self._view.on(Note(text)), lambda: self._commands.stop)
-            self._plan = moved(self._plan, machines)
-            self._job = replace(self._job, plan=self._plan)
-
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
-        plan, where, kept = self._plan, files.directory, self.keeps_ranks
+        plan, function = self._plan, self._job.shipment.payload.function
         name = f"{self.name}, session {self._place.ranks.name}" if self._place is not None else self.name
-        function = self._job.shipment.payload.function
+        shown = self.id, name, plan.world_size, plan.device, files.directory, number, plan.env, files
         only = function.ranks if isinstance(function, Cell) else None
-        shown = self.id, name, plan.world_size, plan.device, where, number, plan.env, files
-        return LaunchInfo(*shown, is_session=kept, hosts=plan.hosts, only=only)
+        return LaunchInfo(*shown, is_session=self.keeps_ranks, hosts=plan.hosts, only=only)
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin

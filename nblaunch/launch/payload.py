@@ -266,11 +266,15 @@ def _is_watched(value: Any) -> bool:
 def settings() -> Settings:
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
+    entries: Any = warnings.filters  # typeshed allows categories that are tuples; Python does not
     return Settings(
         authkey=bytes(multiprocessing.current_process().authkey),
         python_rng=random.getstate(),
         numpy_rng=None if numpy_random is None else numpy_random.get_state(),
-        warning_filters=_warning_filters(),
+        warning_filters=tuple(
+            WarningFilter(action, message, (category.__module__, category.__qualname__), module, lineno)
+            for action, message, category, module, lineno in entries
+        ),
         flags=read_flags(),
         logging=_root_logger(),
         **({} if torch is None else _torch_settings(torch)),
@@ -292,30 +296,15 @@ def _root_logger() -> RootLogger | None:
     return RootLogger(root.level, True, is_stdout, formatter._style._fmt, formatter.datefmt, style)
 
 
-def _warning_filters() -> tuple[WarningFilter, ...]:
-    entries: Any = warnings.filters  # typeshed allows categories that are tuples; Python does not
-    return tuple(
-        WarningFilter(action, message, (category.__module__, category.__qualname__), module, lineno)
-        for action, message, category, module, lineno in entries
-    )
-
-
 _DEFAULT_SEED = 67280421310721
 """torch's seed before any call of ``manual_seed``."""
 
 
 def _torch_settings(torch: Any) -> dict[str, Any]:
-    seed = torch.initial_seed()
+    seed, made_for = torch.initial_seed(), torch.accelerator.current_accelerator()
+    is_other = made_for is not None and made_for.type != "cuda"
     return {
         "torch_rng": bytes(torch.get_rng_state().tolist()),
         "torch_seed": None if seed == _DEFAULT_SEED else seed,
-        "has_gpu": _has_gpu(torch),
+        "has_gpu": sys.platform == "darwin" or is_other or bool(torch.cuda.device_count()),  # initializes none
     }
-
-
-def _has_gpu(torch: Any) -> bool:
-    """Return True if a GPU of any kind may be present, without initializing it."""
-    made_for = torch.accelerator.current_accelerator()
-    if sys.platform == "darwin" or (made_for is not None and made_for.type != "cuda"):
-        return True
-    return bool(torch.cuda.device_count())

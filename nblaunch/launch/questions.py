@@ -114,11 +114,11 @@ def send(
             first = min(failed, key=lambda each: (bool(each.collective), each.time_ns))
             raise failures.answer_of(task.ranks[first.rank].end, code, ranks.name, ranks.files)
         for rank in asked:
+            restart = f"{restart_command(ranks.name, [rank.rank])} restarts it"
             if rank.member.exited is not None:
-                restart = restart_command(ranks.name, [rank.rank])
-                raise RankDiedError(f"rank {rank.rank} is dead: {restart} restarts it", rank.rank)
+                raise RankDiedError(f"rank {rank.rank} is dead: {restart}", rank.rank)
             if rank.done is None:
-                raise BusyError
+                raise BusyError(f"rank {rank.rank} does not answer: {restart}. Log: {ranks.files.err(rank.rank)}")
         return task.take_results()
     finally:
         task.close()

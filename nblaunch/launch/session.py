@@ -25,7 +25,7 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.questions import checked_expression, line_of
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.run import Place, stale_names
-from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
+from nblaunch.launch.session_ranks import SessionRanks, Ticket
 from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionState, command, restart_command
 from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
@@ -33,7 +33,6 @@ from nblaunch.machine.arguments import named_arguments, seconds
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError
-from nblaunch.transfer.sent_names import Gathered
 from nblaunch.wire.messages import Bound, Cell, Payload, Question, Settings
 
 
@@ -112,13 +111,12 @@ class Session:
             KeyboardInterrupt: The cell was interrupted. The ranks keep their variables.
         """
         __tracebackhide__ = True  # IPython omits this frame
-        return self._submit(
-            name_of(function),
-            lambda ticket: _pack_call(function, args, kwargs, self._ranks, ticket),
-            view,
-            block,
-            timeout=timeout,
-        )
+
+        def pack(ticket: Ticket) -> Shipment:
+            arguments = payloads.arguments_of(function, args, kwargs, self.world_size)
+            return self._pack(self._payload(function, args, kwargs), (), (function, args, kwargs), ticket, arguments)
+
+        return self._submit(name_of(function), pack, view, block, timeout=timeout)
 
     def run_cell(
         self, cell: Cell, used: Sequence[str], *, view: str = "auto", block: bool = True, **changes: Any
@@ -129,11 +127,7 @@ class Session:
         """
         __tracebackhide__ = True  # IPython omits this frame
         return self._submit(
-            cell.label,
-            lambda ticket: _pack_cell(cell, used, self._ranks, ticket),
-            view,
-            block,
-            **changes,
+            cell.label, lambda ticket: self._pack(self._payload(cell), used, (), ticket), view, block, **changes
         )
 
     def _submit(
@@ -165,6 +159,36 @@ class Session:
                 launch.discard()
             raise
 
+    def _payload(self, function: Any, args: Any = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Payload:
+        """Return a payload, with the notebook's random states and defaults for each rank's first task."""
+        ranks = tuple(sorted(self._ranks.unset))  # later it goes on with its own
+        settings = replace(payloads.settings(), ranks=ranks) if ranks else Settings()
+        return Payload(function, args, dict(kwargs), None, settings, {}, **payloads.effects_of_cells())
+
+    def _pack(
+        self,
+        payload: Payload,
+        used: Iterable[str],
+        code: Sequence[Any],
+        ticket: Ticket,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Shipment:
+        ranks, name = self._ranks, name_of(payload.function)
+        bound = {each.name for names in ranks.bound for each in names}
+        try:
+            sent = [*code, *payload.attributes.values()]
+            gathered = ranks.sent.gather(used, sent, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
+            parts = {name: each.value for name, each in gathered.names.items()}
+            parts |= {each if each not in parts else f"{each} of {name}": value for each, value in arguments.items()}
+            payload = replace(payload, names=gathered.names)
+            return payloads.packed(payload, parts, gathered.home, is_here=ranks.sent.is_here)
+        except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
+            if code and isinstance(code[0], types.FunctionType):
+                used = [*used, *pickling.globals_used(code[0])]
+            suspects = {f"`{each}`": ranks.sent.names[each] for each in used if each in ranks.sent.names}
+            suspects |= {f"`args of {name}`": code[1:]} if code else {}
+            raise payloads.not_sent(name, suspects.items(), error) from None
+
     # -------------------------------------------------------------- names
     def push(self, /, *unnamed: Any, ranks: Sequence[int] | None = None, **values: Any) -> None:
         """Bind names in the ranks, whatever these have bound before.
@@ -188,8 +212,13 @@ class Session:
                 f"{provided}={values[provided]!r:.80}: each rank defines this name itself; choose another"
                 + "; ranks=[0] chooses ranks" * (provided == "rank")
             )
-        gathered = _gather_values(values, self._ranks, only)
-        questions.ask(self._ranks, Question("push"), gathered.names, home=gathered.home)
+        try:
+            gathered = self._ranks.sent.gather_pushed(values, self._ranks.present)
+        except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
+            suspects = [(f"`{name}`", value) for name, value in values.items()]
+            raise payloads.not_sent("push", suspects, error) from None
+        pushed = {name: replace(gathered.names[name], ranks=only) for name in values}
+        questions.ask(self._ranks, Question("push"), {**gathered.names, **pushed}, home=gathered.home)
 
     def pull(self, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Return the value of an expression from each rank.
@@ -242,7 +271,7 @@ class Session:
             return known
         try:
             answers = questions.ask(self._ranks, Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
-        except (BusyError, NblaunchError):
+        except NblaunchError:  # busy or dead
             return known
         except Exception:  # noqa: BLE001  # a property of the user's raised
             return []
@@ -279,7 +308,11 @@ class Session:
         if not host().can_type():
             raise ArgumentError("debug: no one can type here; pull what you need, as in pull('x', ranks=[0])")
         question = Question("debug", "%distributed debug", (chosen,))
-        pack = partial(_pack_question, question, self._ranks)
+
+        def pack(ticket: Ticket) -> Shipment:
+            packed = self._pack(Payload(question, (), {}, None, Settings(), {}), (), (), ticket)
+            return replace(packed, sources=self._ranks.last_sources)
+
         if not self._submit(question.text, pack, "auto", True)[chosen]:  # type: ignore[index]  # it is a LaunchResult
             raise ArgumentError(f"rank={chosen}: it has raised no exception in the last task")
 
@@ -294,7 +327,7 @@ class Session:
                 share, each gets a copy. Of a DistributedDataParallel the module is kept.
 
         Raises:
-            StartError: The system refuses.
+            StartError: The system refuses, or a rank does not answer.
         """
         self._check_open()
         lost: list[str] = []
@@ -436,66 +469,6 @@ class Shown(str):
 
     def __repr__(self) -> str:
         return f"{self}\n# the repr; session.pull({self._expression!r}, ranks=[{self._rank}]) brings the value"
-
-
-def _pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Ticket) -> Shipment:
-    payload = Payload(cell, (), {}, None, _settings(ranks), {}, **payloads.effects_of_cells())
-    return _pack(payload, used, (), ranks, ticket)
-
-
-def _pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> Shipment:
-    packed = _pack(Payload(question, (), {}, None, Settings(), {}), (), (), ranks, ticket)
-    return replace(packed, sources=ranks.last_sources)
-
-
-def _pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> Shipment:
-    arguments = payloads.arguments_of(function, args, kwargs, ranks.plan.world_size)
-    payload = Payload(function, args, kwargs, None, _settings(ranks), {}, **payloads.effects_of_cells())
-    return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)
-
-
-def _gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence[int] | None) -> Gathered:
-    """Return what `Session.push` sends: these values, whatever the ranks have, and the names that they use."""
-    try:
-        gathered = ranks.sent.gather_pushed(values, ranks.present)
-    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
-        raise payloads.not_sent("push", _suspects(values), error) from None
-    where = None if only is None else tuple(only)
-    pushed = {name: replace(gathered.names[name], ranks=where) for name in values}
-    return replace(gathered, names={**gathered.names, **pushed})
-
-
-def _pack(
-    payload: Payload,
-    used: Iterable[str],
-    code: Sequence[Any],
-    ranks: SessionRanks,
-    ticket: Ticket,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> Shipment:
-    name, bound = name_of(payload.function), {each.name for names in ranks.bound for each in names}
-    try:
-        sent = [*code, *payload.attributes.values()]
-        gathered = ranks.sent.gather(used, sent, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
-        parts = {name: each.value for name, each in gathered.names.items()}
-        parts |= {each if each not in parts else f"{each} of {name}": value for each, value in arguments.items()}
-        payload = replace(payload, names=gathered.names)
-        return payloads.packed(payload, parts, gathered.home, is_here=ranks.sent.is_here)
-    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
-        if code and isinstance(code[0], types.FunctionType):
-            used = [*used, *pickling.globals_used(code[0])]
-        suspects = {each: ranks.sent.names[each] for each in used if each in ranks.sent.names}
-        suspects |= {f"args of {name}": code[1:]} if code else {}
-        raise payloads.not_sent(name, _suspects(suspects), error) from None
-
-
-def _suspects(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"`{name}`", value) for name, value in values.items()]
-
-
-def _settings(ranks: SessionRanks) -> Settings:
-    """Return the notebook's random states and defaults for each rank's first task; later it goes on with its own."""
-    return replace(payloads.settings(), ranks=tuple(sorted(ranks.unset))) if ranks.unset else Settings()
 
 
 # ------------------------------------------------------------------ the sessions of this kernel

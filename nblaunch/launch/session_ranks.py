@@ -33,8 +33,8 @@ from nblaunch.transfer.sent_names import SentNames
 from nblaunch.wire.messages import Bound, Order, RankExited, SentName, Settings, Source, World
 
 
-class BusyError(Exception):
-    """The ranks run something else."""
+class BusyError(StartError):
+    """The ranks run something else, or do not answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,14 +46,11 @@ class Ticket:
 
 
 class TurnQueue:
-    """The tasks that want the same ranks: one has them at a time, in the order of the calls. Thread-safe.
-
-    Attributes:
-        is_closed: No further task gets a turn.
-    """
+    """The tasks that want the same ranks: one has them at a time, in the order of the calls. Thread-safe."""
 
     def __init__(self) -> None:
         self.is_closed = False
+        """No further task gets a turn."""
         self._tickets: deque[Ticket] = deque()
         """The first has the ranks."""
         self._changed = threading.Condition()
@@ -168,7 +165,7 @@ class SessionRanks:
                 is_kept=True,
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
-            opened.callback(_lose, self.group)
+            opened.callback(self.group.close)
             self._store = self.group.workers.open_store()
             self.group.start(self._environment)
             self._opened = opened.pop_all()
@@ -245,10 +242,9 @@ class SessionRanks:
                 self._drain(0.0)  # a rank may have died meanwhile
             if needs_ranks:
                 self.check_group()
-            if needs_ranks and not self.present:
-                raise RankError(
-                    f"every rank of session {self.name} is dead: {restart_command(self.name)} restarts them"
-                )
+                if not self.present:
+                    restarts = f"{restart_command(self.name)} restarts them"
+                    raise RankError(f"every rank of session {self.name} is dead: {restarts}")
             yield
         finally:
             try:
@@ -303,7 +299,7 @@ class SessionRanks:
     def look(self) -> None:
         """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
         if not (self.queue or self.is_ended):
-            with contextlib.suppress(NblaunchError, BusyError):
+            with contextlib.suppress(NblaunchError):
                 ticket = Ticket()
                 self.queue.enqueue(ticket)
                 with self.claimed(ticket, lambda: True, needs_ranks=False, is_task=False):
@@ -379,11 +375,6 @@ class SessionRanks:
         self.sent.forget(rank)
         self._bound[rank] = ()
         self.unset.add(rank)
-
-
-def _lose(group: WorkerGroup) -> None:
-    group.is_lost = True
-    group.close()
 
 
 def _counts(task: Task) -> set[int]:

@@ -100,10 +100,6 @@ def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
     return bool(frames) and _BACKWARD.search(frames[-1].file) is not None
 
 
-def is_ours(stack: Stack) -> bool:
-    return any(is_file(frame.file, ours) for frame in stack.frames[:1] for ours in RANK_THREADS)
-
-
 class StackFormatter:
     """Formats stacks as the notebook formats tracebacks: cells by name, the most recent call last."""
 
@@ -253,21 +249,18 @@ class Inspector:
             rank: replace(self.places.get(rank, Place()), is_busy=rank in busy)
             for rank in sorted({*living, *self.places})  # some have answered and exited
         }
-        self._answer()
-        return True
-
-    def _answer(self) -> None:
         if self._located_at is not None and self.said is None:
             self.said = {rank: self._described(rank, place)[1] for rank, place in self.places.items()}
         waiting, self._waiting = self._waiting, []
         texts = {rank: self._described(rank, place)[0] for rank, place in self.places.items()} if waiting else {}
         for future in waiting:
             future.set_result(texts)
+        return True
 
     def _described(self, rank: int, place: Place) -> tuple[str, str]:
         if not self._group.members[rank].worker.stacks.is_ready:
             return _STARTING, "was still starting"
         if not place.stacks:
             return _NO_ANSWER.format(self._timeout), "did not answer"
-        stacks = [stack for stack in place.stacks if not is_ours(stack)]
+        stacks = [each for each in place.stacks if not any(is_file(it.file, *RANK_THREADS) for it in each.frames[:1])]
         return self._formatter.format(stacks, place.main), f"was in {self._formatter.where(stacks, place.main)}"

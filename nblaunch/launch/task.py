@@ -170,12 +170,9 @@ class Task:
             raise event.error
         if event.message.task != self.number:  # a late result of an earlier task
             return
-        text = (
-            "the result holds more shared memory blocks or large pieces than the notebook may open files: "
-            f"{event.error.strerror}"
-        )
-        done = event.message
-        rank.failed = Failed(rank.rank, done.task, done.time_ns, "result", "OSError", text, "")
+        pieces = "the result holds more shared memory blocks or large pieces than the notebook may open files"
+        text = f"{pieces}: {event.error.strerror}"
+        rank.failed = Failed(rank.rank, self.number, event.message.time_ns, "result", "OSError", text, "")
         self._note_failure(rank)
 
     def _note_failure(self, rank: Rank) -> None:
@@ -205,9 +202,10 @@ class Task:
             live = [rank for rank in live if not self.ranks[rank].is_over]
         if self.ladder is not None:
             self._climb(self.ladder, now, live)
-        is_noted = self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S
-        if is_noted and not self.console.is_open:  # which holds the stop back, and announces the failure
-            self._note_failure_once(live)
+        is_due = self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S
+        if is_due and not (self._has_noted_failure or self.console.is_open):  # which announces the failure itself
+            self._has_noted_failure = True
+            self._say_failure(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
         self._show_states()
@@ -243,17 +241,14 @@ class Task:
                 self.stuck.observe(now)
             if has_answers:
                 self.stuck.judge(self.inspector.places, now)
-            self._show_stuck()
+            found = self.stuck.verdict
+            reason = found.reason if found is not None else ""
+            if reason != self._shown_stuck:
+                self._shown_stuck = reason
+                self.view.on(Stuck(found.lines, found.ranks) if found is not None else Stuck())
         except Exception:  # noqa: BLE001  # best effort: must never fail the task
             _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
             self._watches_stuck = False
-
-    def _show_stuck(self) -> None:
-        found = self.stuck.verdict
-        reason = found.reason if found is not None else ""
-        if reason != self._shown_stuck:
-            self._shown_stuck = reason
-            self.view.on(Stuck(found.lines, found.ranks) if found is not None else Stuck())
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
@@ -288,11 +283,8 @@ class Task:
         if live:
             self.view.on(Countdown(ladder.countdown(now, self.commands.interrupts_to_kill)))
 
-    def _note_failure_once(self, live: list[int]) -> None:
+    def _say_failure(self, live: list[int]) -> None:
         """Note why the other ranks are being stopped: their ``finally`` and checkpoints may take a while."""
-        if self._has_noted_failure:
-            return
-        self._has_noted_failure = True
         working = [rank for rank in live if self.ranks[rank].done is None and self.ranks[rank].failed is None]
         cause = self.verdict().cause
         if working and cause is not None and cause.end is not None:

@@ -139,8 +139,14 @@ def duration_text(seconds: float) -> str:
 
 
 # ------------------------------------------------------------------ the events
+class Event:
+    """What a view may show."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Event):
     """The launch begins. The only event from the launching thread; the supervisor thread sends the later ones."""
 
     controls: Controls
@@ -148,7 +154,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparing:
+class Preparing(Event):
     """What takes long before `Begun`: packing, from a thread, or the start of nodes."""
 
     text: str
@@ -158,31 +164,31 @@ class Preparing:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class Started(Event):
     """An attempt of the launch has its files."""
 
     info: LaunchInfo
 
 
 @dataclass(frozen=True, slots=True)
-class RanksPlaced:
+class RanksPlaced(Event):
     """An attempt has a group of ranks, whose usage can be measured from now on."""
 
     workers: Workers
 
 
 @dataclass(frozen=True, slots=True)
-class RanksChanged:
+class RanksChanged(Event):
     ranks: Sequence[RankStatus]
 
 
 @dataclass(frozen=True, slots=True)
-class Logs:
+class Logs(Event):
     logs: Sequence[LogLines]
 
 
 @dataclass(frozen=True, slots=True)
-class Reports:
+class Reports(Event):
     rank: int
     records: Sequence[Mapping[str, Any]]
     """As `nblaunch.ranks.report` spools them."""
@@ -206,7 +212,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Displays:
+class Displays(Event):
     """What a rank has displayed since the last event."""
 
     rank: int
@@ -218,14 +224,14 @@ class Displays:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Note(Event):
     """A message of nblaunch itself, such as "restarting (1 of 3)"."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class Stuck(Event):
     """Ranks wait in a collective, and why. Without lines: they have gone on. Replaces the previous one."""
 
     lines: Sequence[str] = ()
@@ -234,45 +240,27 @@ class Stuck:
 
 
 @dataclass(frozen=True, slots=True)
-class Countdown:
+class Countdown(Event):
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class StacksShown:
+class StacksShown(Event):
     """The stacks that `Controls.ask_stacks` requested."""
 
     texts: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Event):
     """Time passes, about 20 times a second: show what is due."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Event):
     """The launch has ended. The last event: show everything that is pending."""
 
     outcome: Outcome
-
-
-Event = (
-    Begun
-    | Preparing
-    | Started
-    | RanksPlaced
-    | RanksChanged
-    | Logs
-    | Reports
-    | Displays
-    | Note
-    | Stuck
-    | Countdown
-    | StacksShown
-    | Tick
-    | Ended
-)
 
 
 _log = logging.getLogger(__name__)

@@ -41,9 +41,9 @@ _INSTALLED = tuple(
 )
 
 
-def is_file(filename: str, ours: str) -> bool:
-    """Return True if `filename`, as a frame names it, is this file of the package."""
-    return os.path.normpath(filename) == ours
+def is_file(filename: str, *ours: str) -> bool:
+    """Return True if `filename`, as a frame names it, is one of these files of the package."""
+    return os.path.normpath(filename) in ours
 
 
 def is_rank_runtime(filename: str) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from nblaunch import errors
 from nblaunch.errors import StartError
 from nblaunch.launch.output import log_directory
 from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs, prune, state_root
@@ -288,7 +289,7 @@ def _no_home(tmp_path: Path) -> Iterator[None]:
         patch.delenv("NBLAUNCH_STATE_DIR", raising=False)
         patch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / "file" / name)
         patch.setattr(tempfile, "tempdir", str(tmp_path))
-        patch.setattr(log_directory, "_has_warned", False)
+        patch.setattr(errors, "_said", set())
         yield
 
 

@@ -124,9 +124,6 @@ class RankLogs:
         return f"RankLogs({str(self.out)!r}, {self.err.name!r})"
 
 
-_has_warned = False
-
-
 def state_root() -> Path:
     """Create the directory of all launches if necessary, and return it. Raise a StartError if none is safe.
 
@@ -140,25 +137,19 @@ def state_root() -> Path:
         try:
             return _safe(platformdirs.user_state_path("nblaunch") / "launches")
         except OSError as error:
-            return _temporary_root(error)
+            root = _safe(Path(tempfile.gettempdir(), f"nblaunch-{os.getuid()}"))
+            warn(
+                f"logs of launches go to {root}, because your state directory is unusable ({error}): set "
+                "NBLAUNCH_STATE_DIR to another directory to keep them",
+                once="temporary logs",
+            )
+            return root
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
         name = f"NBLAUNCH_STATE_DIR={chosen!r}" if chosen else "the temporary directory"
         raise StartError(
             f"cannot store the logs of launches in {name}: {error}: set NBLAUNCH_STATE_DIR to a directory that only "
             "you can write to"
         ) from error
-
-
-def _temporary_root(reason: OSError) -> Path:
-    global _has_warned
-    root = _safe(Path(tempfile.gettempdir(), f"nblaunch-{os.getuid()}"))
-    if not _has_warned:
-        _has_warned = True
-        warn(
-            f"logs of launches go to {root}, because your state directory is unusable ({reason}): set "
-            "NBLAUNCH_STATE_DIR to another directory to keep them"
-        )
-    return root
 
 
 def _safe(root: Path) -> Path:
