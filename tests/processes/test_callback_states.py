@@ -13,7 +13,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import Trainer
 from tests.processes.trained import Breaks, points, trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "one_thread", "quiet")
 
 
 class Averages:

@@ -30,7 +30,7 @@ STEPS = 15
 STOP_LIMIT = 54.0
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
+pytestmark = pytest.mark.usefixtures("imported_ahead", "one_thread", "quiet")
 
 
 class Marks:
