@@ -172,7 +172,6 @@ def be_a_kernel(folder: str) -> None:
     sys.path.insert(0, str(site))
     servers = fork_servers.servers
     fork_servers.BUILD_QUIET_S = 0.0
-    fork_servers._SOON = ()
     servers.warm_up()
     servers.preload(["hangs"], Where.here())
     being_built(servers)
