@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -16,6 +17,8 @@ from nblaunch.ranks import process_group
 from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
 from nblaunch.wire.messages import Asked, Closed, Free, Interrupt, Interrupted, Look, Opened, Task, ToDebugger, Typed
+
+_SIGNAL_AGAIN_AFTER_S = (0.05, 0.2, 0.8)
 
 
 class KernelChannel:
@@ -45,6 +48,8 @@ class KernelChannel:
         self._overtaken = 0
         """The later task whose interrupt has ended the running one."""
         self._deferral: Deferral | None = None
+        self._handled = 0
+        """SIGINTs so far."""
         self._waits = False
         """The interrupt was acknowledged, and its KeyboardInterrupt waits."""
         self._speaking = False
@@ -117,6 +122,7 @@ class KernelChannel:
                     self._arriving.put((message, fds))
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
+                    _thread.start_new_thread(self._signal_again, (self._handled,))
                     signal.pthread_kill(self._main, signal.SIGINT)
                     self.keyboard.wake()
                     deferral = self._deferral
@@ -131,6 +137,19 @@ class KernelChannel:
             self._arriving.put(None)
             self.keyboard.wake()
 
+    def _signal_again(self, handled: int) -> None:
+        """Send SIGINT again if its handler has not run. Runs in a thread of its own.
+
+        A signal that comes after the interpreter's last look for one, and before a call such as ``time.sleep`` blocks,
+        does not end the call. The reading thread gets the lock of the interpreter just then.
+        """
+        processes.leave_signals_to_main_thread()
+        for seconds in _SIGNAL_AGAIN_AFTER_S:
+            time.sleep(seconds)
+            if self._handled != handled or signal.getsignal(signal.SIGINT) != self._on_interrupt:
+                return
+            signal.pthread_kill(self._main, signal.SIGINT)
+
     def _receive(self) -> tuple[object, list[int]] | None:
         """Wait for a message; None at EOF. A task that has lost its descriptors fails, and the rank lives on."""
         try:
@@ -142,6 +161,7 @@ class KernelChannel:
 
     # -------------------------------------------------------------- the signal
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self._handled += 1
         if self._asked > self.task:  # the kernel has given up the running task, and wants a later one to stop
             if self.armed and self._overtaken < self._asked:
                 self._overtaken = self._asked

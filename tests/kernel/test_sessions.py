@@ -797,6 +797,18 @@ def test_a_restart_that_hangs_can_be_interrupted(kernel: Kernel, tmp_path: Path)
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
 
+def test_a_signal_that_comes_too_early_to_end_a_call_is_sent_again(kernel: Kernel) -> None:
+    loses = (
+        "sent, real = [], signal.pthread_kill\nsignal.pthread_kill = lambda *to: real(*to) if sent else sent.append(to)"
+    )
+    before = on_ranks(kernel, f"{loses}\nos.getpid()")
+    try:
+        assert interrupted(kernel, "time.sleep(600)").error.startswith("KeyboardInterrupt")
+        assert on_ranks(kernel, "len(sent), os.getpid()") == [(1, pid) for pid in before]
+    finally:
+        kernel.run("%%distributed\nsignal.pthread_kill = real").check()
+
+
 def test_a_restarted_rank_has_the_notebooks_settings(kernel: Kernel) -> None:
     kernel.run("torch.set_default_dtype(torch.float64)").check()
     try:
