@@ -12,48 +12,60 @@ from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
 
 
-@pytest.fixture
-def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel of the test's own, in which nothing has been imported."""
-    with running_kernel(CUDA_VISIBLE_DEVICES="", NBLAUNCH_STATE_DIR=str(tmp_path / "state")) as kernel:
-        yield kernel
-
-
 @pytest.fixture(scope="module")
 def bare_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel in which the extension is not loaded."""
-    state = tmp_path_factory.mktemp("bare")
-    with running_kernel(CUDA_VISIBLE_DEVICES="", NBLAUNCH_STATE_DIR=str(state)) as kernel:
-        kernel.run("from nblaunch import notebook_launcher\nimport torch").check()
+    """A kernel of the file's own, in which nothing has been imported before its first test."""
+    with running_kernel(CUDA_VISIBLE_DEVICES="", NBLAUNCH_STATE_DIR=str(tmp_path_factory.mktemp("bare"))) as kernel:
         yield kernel
 
 
 # ------------------------------------------------------------------ loading
-def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
-    load = (
-        "import sys, time\nbegin = time.perf_counter()\nget_ipython().run_line_magic('load_ext', 'nblaunch')\n"
-        "seconds = time.perf_counter() - begin"
-    )
-    with running_kernel(NBLAUNCH_STATE_DIR=str(tmp_path / "state")) as kernel:
-        kernel.run(load).check()
-        seconds, imported = kernel.ask("seconds, 'torch' in sys.modules")
-    assert not imported
-    assert seconds < 9.0  # three times what it takes beside other tests
+SERVER = "__import__('nblaunch.engines.fork_servers', fromlist=['servers']).servers.status()[0]"
+WIDGET = "nblaunch.notebook.widget"
+LOAD = """
+import sys, time
+begin = time.perf_counter()
+get_ipython().run_line_magic("load_ext", "nblaunch")
+seconds = time.perf_counter() - begin
+assert seconds < 9.0  # three times what it takes beside other tests
+"""
 
 
-def test_load_ext_warns_if_no_fork_server_can_start(fresh_kernel: Kernel) -> None:
-    fresh_kernel.run("import os\nos.environ['TOO_LONG'] = 'x' * 200_000").check()
+def test_the_extension_and_the_launcher_prepare_the_first_launch(bare_kernel: Kernel) -> None:
+    warm_up = "os.environ['NBLAUNCH_WARM_UP']"
+    for cell, prepares in (
+        ("import os, sys\nfrom nblaunch import export, report", False),
+        (f"{warm_up} = '0'\n{LOAD}from nblaunch import session", False),
+        (f"del {warm_up}\nfrom nblaunch import notebook_launcher", True),
+        (LOAD, True),
+    ):
+        bare_kernel.run(cell).check()
+        if prepares:
+            eventually(lambda: "ready after" in bare_kernel.ask(SERVER) or "importing" in bare_kernel.ask(SERVER))
+            eventually(lambda: bare_kernel.ask(f"'{WIDGET}' in sys.modules"))
+            assert not bare_kernel.ask("'torch' in sys.modules")
+            bare_kernel.run(f"%unload_ext nblaunch\nsys.modules.pop({WIDGET!r})").check()
+        else:
+            bare_kernel.run("1").check()
+            assert bare_kernel.ask(SERVER) == "fork server: not running; the next launch starts it"
+            assert not bare_kernel.ask(f"'{WIDGET}' in sys.modules")
 
-    cell = fresh_kernel.run("%load_ext nblaunch").check()
+
+def test_load_ext_warns_if_no_fork_server_can_start(bare_kernel: Kernel) -> None:
+    bare_kernel.run("import os\nos.environ['TOO_LONG'] = 'x' * 200_000").check()
+
+    cell = bare_kernel.run("%load_ext nblaunch").check()
     assert "UserWarning: the fork server could not be started" in cell.stderr
-    launched = fresh_kernel.run("%%distributed -n 2\nrank")
+    launched = bare_kernel.run("%%distributed -n 2\nrank")
     assert launched.error.startswith("StartError: the fork server could not be started")
     assert "del os.environ['TOO_LONG']" in launched.error
+    bare_kernel.run("del os.environ['TOO_LONG']\n%unload_ext nblaunch").check()
 
 
 def test_a_launch_works_without_load_ext_and_is_shown_in_the_cell(bare_kernel: Kernel) -> None:
     cell = bare_kernel.run(
-        "from nblaunch import notebook_launcher\ndef hello(rank):\n    print('hello')\n    return rank\n"
+        "import nblaunch; vars(nblaunch).pop('notebook_launcher', None)\nfrom nblaunch import notebook_launcher\n"
+        "def hello(rank):\n    print('hello')\n    return rank\n"
         "list(notebook_launcher(hello, num_processes=2))"
     ).check()
 
@@ -189,45 +201,23 @@ def test_a_filter_of_a_warning_that_a_cell_defines_holds_in_the_ranks(kernel: Ke
     assert cell.value == "['raised', 'raised']"
 
 
-# ------------------------------------------------------------------ several
-def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kernel, tmp_path: Path) -> None:
+# ------------------------------------------------------------------ the end of the kernel
+def test_a_kernel_that_ends_takes_its_background_launch_along(bare_kernel: Kernel, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
-    fresh_kernel.run(
+    bare_kernel.run(
         f"import os, time, pathlib\nfrom nblaunch import notebook_launcher\npids = pathlib.Path({str(pids)!r})\n"
         "def wait(rank):\n    (pids / str(os.getpid())).touch()\n    time.sleep(600)\n"
         "job = notebook_launcher(wait, num_processes=2, block=False)"
     ).check()
     eventually(lambda: len(list(pids.iterdir())) == 2)
 
-    fresh_kernel.client.shutdown()
+    # it ignores SIGTERM, so ipykernel 7 would signal it for 29 s first
+    end = "os.kill(tracker, 9)\nos.waitpid(tracker, 0)"
+    bare_kernel.run(
+        f"import multiprocessing.resource_tracker as own\ntracker = own._resource_tracker._pid\n{end}"
+    ).check()
 
-    # ipykernel 7 first signals its children for 29 s if one ignores SIGTERM, as Python's resource tracker does
-    eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 60.0)
+    bare_kernel.client.shutdown()
 
-
-SERVER = "__import__('nblaunch.engines.fork_servers', fromlist=['servers']).servers.status()[0]"
-
-
-def test_importing_the_launcher_in_a_kernel_prepares_the_first_launch() -> None:
-    with running_kernel(CUDA_VISIBLE_DEVICES="") as kernel:
-        kernel.run("from nblaunch import notebook_launcher").check()
-        eventually(lambda: "ready after" in kernel.ask(SERVER) or "importing" in kernel.ask(SERVER))
-        eventually(lambda: kernel.ask("'nblaunch.notebook.widget' in __import__('sys').modules"))
-        assert not kernel.ask("'torch' in __import__('sys').modules")
-
-
-@pytest.mark.parametrize(
-    ("cell", "env"),
-    [
-        ("%load_ext nblaunch\nfrom nblaunch import notebook_launcher", {"NBLAUNCH_WARM_UP": "0"}),
-        ("import nblaunch\nfrom nblaunch import Accelerator, export, report", {}),
-    ],
-    ids=["off", "other names"],
-)
-def test_nothing_starts_before_the_first_launch(cell: str, env: dict[str, str]) -> None:
-    with running_kernel(CUDA_VISIBLE_DEVICES="", **env) as kernel:
-        kernel.run(cell).check()
-        kernel.run("1").check()
-        assert kernel.ask(SERVER) == "fork server: not running; the next launch starts it"
-        assert not kernel.ask("'nblaunch.notebook.widget' in __import__('sys').modules")
+    eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 30.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+import pytest
 
 from tests.conftest import LONG, eventually
 from tests.kernel.harness import Kernel, running_kernel
@@ -23,6 +24,16 @@ def prints(lines):
     for number in range(lines):
         print(f"line {number:07d} " + "." * 40)
 """
+
+
+@pytest.fixture(scope="module")
+def fresh_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel that has imported the launcher alone, whose anywidget is broken."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "anywidget.py").write_text("raise RuntimeError('broken')")
+    with running_kernel(NBLAUNCH_VIEW="auto", PYTHONPATH=str(folder), NBLAUNCH_STATE_DIR=str(folder)) as kernel:
+        kernel.run("from nblaunch import notebook_launcher").check()
+        yield kernel
 
 
 @contextmanager
@@ -87,9 +98,7 @@ def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
     page.run("%distributed session stop --name waits")
 
 
-def test_late_clicks_without_subshells_affect_no_later_launch(
-    page: Page,
-) -> None:
+def test_late_clicks_without_subshells_affect_no_later_launch(page: Page) -> None:
     first = page.start("import time\n" + WAITS + "first = notebook_launcher(waits, num_processes=1, block=False)")
     page.take_until(lambda: page.log(0) and first in page.idle)
     launch = page.state["info"]["launch"]
@@ -133,13 +142,12 @@ def test_a_page_gets_the_record_and_a_later_cell_displays_it(page: Page) -> None
     page.kernel.run("launch.kill(); launch.wait()").check()
 
 
-def test_the_kernel_survives_an_interrupt_during_torchs_import() -> None:
-    with running_kernel() as kernel:
-        kernel.run("from nblaunch import notebook_launcher\nimport sys; assert 'torch' not in sys.modules").check()
-        soon = "import _thread, threading; threading.Timer(0.3, _thread.interrupt_main).start()\n"
-        cell = kernel.run(soon + "notebook_launcher(lambda: 1, num_processes=2)")
-        assert cell.error.startswith("KeyboardInterrupt")
-        assert kernel.ask("notebook_launcher(lambda: 1, num_processes=2)[1]") == 1
+def test_the_kernel_survives_an_interrupt_during_torchs_import(fresh_kernel: Kernel) -> None:
+    assert not fresh_kernel.ask("'torch' in __import__('sys').modules")
+    soon = "import _thread, threading; threading.Timer(0.3, _thread.interrupt_main).start()\n"
+    cell = fresh_kernel.run(soon + "notebook_launcher(lambda: 1, num_processes=2)")
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert fresh_kernel.ask("notebook_launcher(lambda: 1, num_processes=2)[1]") == 1
 
 
 def test_a_flood_takes_few_messages_and_shows_the_last_lines(page: Page) -> None:
@@ -256,13 +264,11 @@ del result, _
     eventually(lambda: page.kernel.ask("(gc.collect(), alive() is None)[1]"))  # the launch's thread ends first
 
 
-def test_an_anywidget_that_is_broken_leaves_the_text_view(tmp_path: Path) -> None:
-    (tmp_path / "anywidget.py").write_text("raise RuntimeError('broken')")
-    with running_kernel(NBLAUNCH_VIEW="auto", PYTHONPATH=str(tmp_path)) as kernel:
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        problem = "__import__('nblaunch.notebook.notebook_frontend').notebook.notebook_frontend._widget_problem"
-        eventually(lambda: kernel.ask(problem) == "RuntimeError: broken", otherwise=lambda: kernel.ask(problem))
-        assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text
+def test_an_anywidget_that_is_broken_leaves_the_text_view(fresh_kernel: Kernel) -> None:
+    problem = "__import__('nblaunch.notebook.notebook_frontend').notebook.notebook_frontend._widget_problem"
+    eventually(lambda: fresh_kernel.ask(problem) == "RuntimeError: broken", otherwise=lambda: fresh_kernel.ask(problem))
+    said = fresh_kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text
+    assert "[rank 0] hello" in said
 
 
 def test_what_no_page_can_show_is_text(page: Page) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.kernel.harness import running_kernel
+from tests.kernel.harness import Kernel
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -17,13 +17,15 @@ def blocks(language: str, readme: Path = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_every_python_block_of_the_readme_runs() -> None:
+def test_every_python_block_of_the_readme_runs(kernel: Kernel) -> None:
     cells = blocks("python")
     assert len(cells) >= 5
-    with running_kernel() as kernel:
+    try:
         shown = [kernel.run(cell).check() for cell in cells if not re.search(r"breakpoint\(\)|slurm", cell)]
         debugged = [kernel.debug(cell, "p loss", "q") for cell in cells if "breakpoint()" in cell]
         sums = kernel.run("list(sums), sums.metrics.last").check().value
+    finally:
+        kernel.run("%distributed session stop").check()
     printed = "\n".join(cell.stdout for cell in shown)
     assert "[rank 1] 1 of 2 has 1.0" in printed
     assert "rank 1: invalid literal for int()" in printed

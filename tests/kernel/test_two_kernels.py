@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-import functools
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
@@ -25,13 +27,18 @@ wrong
 """
 
 
-def test_two_kernels_that_launch_at_once_do_not_clash(kernel: Kernel) -> None:
+@pytest.fixture(scope="module")
+def other(shared_kernel: Kernel) -> Iterator[Kernel]:
     """They share the machine's ports, the state directory and the folder for temporary files."""
-    state = kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
-    with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as other:
-        other.run("from nblaunch import notebook_launcher\nnotebook_launcher(int, num_processes=1)").check()
-        requests = [(each, each.start_cell(CELL)) for each in (kernel, other)]
-        cells = [each.finish_cell(request).check() for each, request in requests]
+    state = shared_kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
+    with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as kernel:
+        kernel.run("from nblaunch import notebook_launcher\nnotebook_launcher(int, num_processes=1)").check()
+        yield kernel
+
+
+def test_two_kernels_that_launch_at_once_do_not_clash(kernel: Kernel, other: Kernel) -> None:
+    requests = [(each, each.start_cell(CELL)) for each in (kernel, other)]
+    cells = [each.finish_cell(request).check() for each, request in requests]
 
     assert [cell.value for cell in cells] == ["[]", "[]"]
 
@@ -46,37 +53,26 @@ session.run(lambda: None, view="none")
 REDUCES = "%%distributed\nkept += 1\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(os.getpid(), kept, t.item())"
 
 
-def test_the_end_of_one_kernels_session_spares_the_others(kernel: Kernel) -> None:
+def test_the_end_of_one_kernels_session_spares_the_others(kernel: Kernel, other: Kernel) -> None:
     """Its stop, and the death of its kernel; both have a session of the same name."""
-    state = kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
     kernel.run(SESSION).check()
     kernel.run("%%distributed\nkept = 10 * rank").check()
     ours = pids(kernel)
     try:
-        with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as other:
-            for number, end in enumerate((stop_the_session, kill), 1):
-                other.run(SESSION).check()
-                theirs = pids(other)
-                end(other)
-                eventually(functools.partial(all_gone, theirs), SURVIVES_AT_MOST)
-                said = kernel.run(REDUCES).check().text
-                for rank, pid in enumerate(ours):
-                    assert f"[rank {rank}] {pid} {10 * rank + number} 2.0" in said
+        for number, dies in enumerate((False, True), 1):
+            other.run(SESSION).check()
+            theirs = pids(other)
+            if dies:
+                os.kill(other.pid, signal.SIGKILL)
+            else:
+                other.run("%distributed session stop").check()
+            eventually(lambda: not any(map(alive, theirs)), SURVIVES_AT_MOST)  # noqa: B023  # called at once
+            said = kernel.run(REDUCES).check().text
+            for rank, pid in enumerate(ours):
+                assert f"[rank {rank}] {pid} {10 * rank + number} 2.0" in said
     finally:
         kernel.run("session.stop()").check()
 
 
 def pids(kernel: Kernel) -> list[int]:
     return list(kernel.ask("session.pull('__import__(\"os\").getpid()')"))
-
-
-def all_gone(processes: list[int]) -> bool:
-    return not any(map(alive, processes))
-
-
-def stop_the_session(kernel: Kernel) -> None:
-    kernel.run("%distributed session stop").check()
-
-
-def kill(kernel: Kernel) -> None:
-    os.kill(kernel.pid, signal.SIGKILL)
