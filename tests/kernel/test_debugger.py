@@ -62,10 +62,14 @@ def test_assignments_survive_what_reads_the_names(kernel: Kernel) -> None:
     assert kernel.finish_cell(request).check().value == "5"
 
 
-def test_the_rest_of_a_statement_is_asked_for(kernel: Kernel) -> None:
-    cell = kernel.debug(STOPS + RUN, "print(", "'whole')", "tensor = x +", "nothing at all", "c").check()
+def test_the_rest_of_a_statement_is_asked_for_and_help_is_shown(kernel: Kernel) -> None:
+    lines = ("print(", "'whole')", "tensor = x +", "nothing at all", "dist.all_reduce?", "nothing_here?", "c")
+    cell = kernel.debug(STOPS + RUN, *lines).check()
     assert "whole\n" in plain(cell)
     assert "SyntaxError" in plain(cell)
+    assert "Reduces the tensor data across all machines" in plain(cell)
+    assert "[rank 1] Signature" not in plain(cell)
+    assert "NameError: name 'nothing_here' is not defined" in plain(cell)
 
 
 def test_a_breakpoint_ends_with_its_task(kernel: Kernel) -> None:
@@ -145,13 +149,6 @@ def test_other_threads_print_to_the_log_meanwhile(kernel: Kernel) -> None:
     assert re.search(r"^of the command$", plain(cell), re.M)
 
 
-def test_what_is_known_of_an_object_is_shown_here(kernel: Kernel) -> None:
-    cell = kernel.debug(STOPS + RUN, "dist.all_reduce?", "nothing_here?", "c").check()
-    assert "Reduces the tensor data across all machines" in plain(cell)
-    assert "[rank 1] Signature" not in plain(cell)
-    assert "NameError: name 'nothing_here' is not defined" in plain(cell)
-
-
 def test_torchs_own_breakpoint_stops_one_rank(kernel: Kernel) -> None:
     cell = kernel.debug(
         "%%distributed -n 2\nimport torch.distributed as dist\ndist.breakpoint(1)\ny = rank * 50\ny", "n", "p y", "c"
@@ -192,13 +189,6 @@ def test_ranks_that_stop_are_debugged_one_at_a_time(kernel: Kernel) -> None:
     assert len(re.findall(r"^rank \d has stopped at a breakpoint", said, re.M)) >= 4
 
 
-def test_all_asks_every_rank_also_those_that_run(kernel: Kernel) -> None:
-    cell = kernel.debug(STOPS + RUN, "all p rank * 7", "all nonsense", "c").check()
-    assert "rank 1: 7\n" in plain(cell)
-    assert "rank 0: 0\n" in plain(cell)
-    assert plain(cell).count("NameError: name 'nonsense' is not defined") == 2
-
-
 def test_all_ranks_continue_together(kernel: Kernel) -> None:
     request = kernel.start_cell("%%distributed -n 2\nbreakpoint()\nprint('on', rank)")
     kernel.wait_for_prompt()
@@ -209,10 +199,14 @@ def test_all_ranks_continue_together(kernel: Kernel) -> None:
     assert "on 1" in said
 
 
-def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
-    cell = kernel.debug(STOPS + RUN, "rank 0", "p rank, x", "n", "q", "p rank", "c").check()
+def test_ranks_that_run_can_be_looked_at(kernel: Kernel) -> None:
+    lines = ("all p rank * 7", "all nonsense", "rank 0", "p rank, x", "n", "q", "p rank", "c")
+    cell = kernel.debug(STOPS + RUN, *lines).check()
     said = plain(cell)
-    assert cell.prompts == [PROMPTS[1], *[PROMPTS[0]] * 3, *[PROMPTS[1]] * 2]
+    assert "rank 1: 7\n" in said
+    assert "rank 0: 0\n" in said
+    assert said.count("NameError: name 'nonsense' is not defined") == 2
+    assert cell.prompts == [*[PROMPTS[1]] * 3, *[PROMPTS[0]] * 3, *[PROMPTS[1]] * 2]
     assert re.search(r"rank 0 runs on, Cell In\[\d+\], line 8\n", said)
     assert "(0, tensor([0., 0.]))" in said
     assert "This rank runs on by itself" in said
@@ -231,11 +225,16 @@ def test_the_end_of_the_input_quits(kernel: Kernel) -> None:
     assert kernel.debug(BOTH, "\x04").error.startswith("KeyboardInterrupt")
 
 
-def test_pdbs_own_call_stops_too(kernel: Kernel) -> None:
-    calls = "import pdb; pdb.set_trace()\nv = 6\nfrom pdb import set_trace; set_trace()\nw = 6"
-    cell = kernel.debug(f"%%distributed -n 1 -o _\nv = 5\n{calls}", "p v + 1", "c", "p v + 2", "c").check()
-    assert "\n6\n" in plain(cell)
-    assert "\n8\n" in plain(cell)
+def test_pdbs_own_call_stops_too_and_the_last_expression_is_a_line_like_others(kernel: Kernel) -> None:
+    calls = "import pdb; pdb.set_trace()\nv = 6\nfrom pdb import set_trace; set_trace()\nv + 15"
+    cell = kernel.debug(f"%%distributed -n 1 -o last\nv = 5\n{calls}", "p v + 1", "c", "p v + 2", "n", "n").check()
+    said = plain(cell)
+    assert "\n6\n" in said
+    assert "\n8\n" in said
+    assert "----> 6 v + 15" in said
+    assert "worker.py" not in said
+    assert "__nblaunch" not in said
+    assert kernel.ask("list(last)") == [21]
 
 
 def test_an_imported_module_can_stop(kernel: Kernel, folder: Path) -> None:
@@ -268,27 +267,23 @@ def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
     assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("victim", ["stops", "waits"])
-def test_a_death_ends_the_debugging(kernel: Kernel, folder: Path, victim: str) -> None:
-    who = "rank == 1" if victim == "stops" else "rank == 0"
-    note = f"import os\n    if {who}: (folder / 'pid').write_text(str(os.getpid()))\n    x = torch"
+@pytest.mark.parametrize(
+    ("victim", "shown", "raised"),
+    [
+        ("os.getpid() if rank else 0", GONE, "RankDiedError"),
+        ("0 if rank else os.getpid()", "rank 0", "RankDiedError"),
+        ("os.getppid()", GONE, "Rank(Lost|Died)Error"),
+    ],
+    ids=["the rank that stops", "a rank that waits", "the reaper"],
+)
+def test_a_death_ends_the_debugging(kernel: Kernel, folder: Path, victim: str, shown: str, raised: str) -> None:
+    note = f"import os\n    if {victim}: (folder / 'pid').write_text(str({victim}))\n    x = torch"
     request = kernel.start_cell(STOPS.replace("x = torch", note, 1) + RUN)
     kernel.wait_for_prompt()
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-    kernel.finish_cell(request, until=GONE if victim == "stops" else "rank 0")
+    kernel.finish_cell(request, until=shown)
     kernel.client.input("c")
-    assert "RankDiedError" in kernel.finish_cell(request).error
-
-
-def test_the_death_of_the_reaper_ends_the_debugging(kernel: Kernel, folder: Path) -> None:
-    kernel.run("import os").check()
-    body = "(folder / 'pid').write_text(str(os.getppid()))\n    breakpoint()\n    rank"
-    request = kernel.start_cell(f"%%distributed -n 2\nif rank:\n    {body}")
-    kernel.wait_for_prompt()
-    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-    kernel.finish_cell(request, until=GONE)
-    kernel.client.input("")
-    assert re.match("Rank(Lost|Died)Error", kernel.finish_cell(request).error)
+    assert re.match(raised, kernel.finish_cell(request).error)
     kernel.run("notebook_launcher(lambda: None, num_processes=1)").check()
 
 
@@ -380,18 +375,15 @@ def test_the_last_error_of_a_session_is_debugged(kernel: Kernel) -> None:
 
 
 # ------------------------------------------------------------------ input()
-def test_a_rank_can_ask_for_input(kernel: Kernel) -> None:
-    body = "import getpass\nname = input('name? ')\nsecret = getpass.getpass('secret? ')\nname, secret"
-    cell = kernel.debug(f"%%distributed -n 1 -o said\n{body}", "rank 0", "1234").check()
-    assert cell.prompts == ["(rank 0 of 1) name? ", "(rank 0 of 1) secret? "]
-    assert kernel.ask("list(said)") == [("rank 0", "1234")]
+def test_a_rank_and_its_debugger_can_ask_for_input(kernel: Kernel) -> None:
+    body = "import getpass\nname = input('name? ')\nsecret = getpass.getpass('secret? ')\nbreakpoint()\nname, secret"
+    lines = ("rank 0", "1234", "!name = input('other name? ')", "ann", "p name", "c")
+    cell = kernel.debug(f"%%distributed -n 1 -o said\n{body}", *lines).check()
+    asked = [prompt for prompt in cell.prompts if prompt != "(rank 0 of 1) "]
+    assert asked == ["(rank 0 of 1) name? ", "(rank 0 of 1) secret? ", "(rank 0 of 1) other name? "]
+    assert "'ann'\n" in plain(cell)
+    assert kernel.ask("list(said)") == [("ann", "1234")]
     assert "1234" not in cell.text
-
-
-def test_the_debugger_can_ask_for_input(kernel: Kernel) -> None:
-    cell = kernel.debug("%%distributed -n 1 -o _\nbreakpoint()\nx = 1", "!name = input('name? ')", "ann", "p name", "c")
-    assert cell.prompts[1] == "(rank 0 of 1) name? "
-    assert "'ann'\n" in plain(cell.check())
 
 
 # ------------------------------------------------------------------ where no one can type
@@ -411,19 +403,20 @@ def test_without_an_input_box_the_rank_goes_on(silent: Kernel) -> None:
     assert "[[1.0, 1.0], [1.0, 1.0]]" in cell.text
 
 
-def test_a_breakpoint_can_fail_instead(silent: Kernel) -> None:
-    cell = silent.run(f"{STOPS}notebook_launcher(train, num_processes=2, on_breakpoint='fail')")
-    assert cell.error.startswith("RuntimeError: breakpoint() at ")
-    assert "on rank 1" in cell.error or "(rank 1)" in cell.error
-
-
-def test_without_an_input_box_input_ends(silent: Kernel) -> None:
-    assert "EOFError: input('name? '): no one can type here" in silent.run("%%distributed -n 1\ninput('name? ')").error
-
-
-def test_without_an_input_box_an_error_is_just_raised(silent: Kernel) -> None:
-    silent.run("import torch.distributed as dist").check()
-    assert silent.run(FAILS.replace("-n 2", "-n 2 --pdb")).error.startswith("ValueError: no")
+@pytest.mark.parametrize(
+    ("cell", "error"),
+    [
+        (
+            f"{STOPS}notebook_launcher(train, num_processes=2, on_breakpoint='fail')",
+            r"RuntimeError: breakpoint\(\) at .*rank 1",
+        ),
+        ("%%distributed -n 1\ninput('name? ')", r"EOFError: input\('name\? '\): no one can type here"),
+        (FAILS.replace("-n 2\n", "-n 2 --pdb\nimport torch.distributed as dist\n"), "ValueError: no"),
+    ],
+    ids=["a breakpoint may fail instead", "input() ends", "an error is just raised"],
+)
+def test_without_an_input_box(silent: Kernel, cell: str, error: str) -> None:
+    assert re.match(error, silent.run(cell).error)
 
 
 def test_a_cell_whose_output_is_captured_goes_on(kernel: Kernel) -> None:
@@ -434,15 +427,6 @@ def test_a_cell_whose_output_is_captured_goes_on(kernel: Kernel) -> None:
 def test_pythonbreakpoint_0_disables_breakpoints(kernel: Kernel) -> None:
     cell = kernel.run(STOPS + RUN.replace("=2", "=2, env={'PYTHONBREAKPOINT': '0'}")).check()
     assert "breakpoint" not in cell.text
-
-
-def test_a_cells_last_expression_is_a_line_like_others(kernel: Kernel) -> None:
-    cell = kernel.debug("%%distributed -n 1 -o last\nv = 20\nbreakpoint()\nv + 1", "n", "n").check()
-    said = plain(cell)
-    assert "----> 4 v + 1" in said
-    assert "worker.py" not in said
-    assert "__nblaunch" not in said
-    assert kernel.ask("list(last)") == [21]
 
 
 # ------------------------------------------------------------------ news while a prompt waits
@@ -477,14 +461,21 @@ def test_a_failure_is_announced_at_the_prompt(kernel: Kernel, folder: Path) -> N
 
 
 # ------------------------------------------------------------------ launches in the background
-def test_a_stop_in_the_background_is_noted(kernel: Kernel) -> None:
+def stopped_in_the_background(kernel: Kernel) -> str:
+    """Start a launch `job` in the background, and return the cell's request once a rank has stopped."""
     begin = kernel.start_cell(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)")
-    cell = kernel.finish_cell(begin)
+    kernel.finish_cell(begin).check()
     kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
+    return begin
+
+
+def test_a_stop_in_the_background_is_noted(kernel: Kernel) -> None:
+    begin = stopped_in_the_background(kernel)
     assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("job").value
     assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("%distributed status").text
-    kernel.follow_cell(begin, until=": to debug, call wait() or result() of the launch, or run %distributed debug")
-    kernel.debug("job.wait()", "c").check()
+    cell = kernel.follow_cell(begin, ": to debug, call wait() or result() of the launch, or run %distributed debug")
+    assert "tensor([1., 1.])" in plain(kernel.debug("%distributed debug", "p x", "c").check())
+    assert kernel.ask("list(job.result())") == [[1.0, 1.0], [1.0, 1.0]]
     assert cell.text.count("to debug, call") == 1
 
 
@@ -495,21 +486,13 @@ def test_a_breakpoint_that_nothing_shows_is_passed_by(kernel: Kernel) -> None:
 
 
 def test_a_wait_that_is_over_ends_after_the_line(kernel: Kernel) -> None:
-    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
-    kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
+    stopped_in_the_background(kernel)
     request = kernel.start_cell("print('ended:', job.wait(0.5))")
     kernel.wait_for_prompt()
     time.sleep(1)  # longer than the timeout
     kernel.client.input("p x")
     assert "ended: False" in kernel.finish_cell(request).check().text
     assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.debug("print(list(job.result()))", "c").check().text
-
-
-def test_the_magic_brings_the_prompt_of_a_background_launch(kernel: Kernel) -> None:
-    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
-    kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
-    assert "tensor([1., 1.])" in plain(kernel.debug("%distributed debug", "p x", "c").check())
-    assert kernel.ask("list(job.result())") == [[1.0, 1.0], [1.0, 1.0]]
 
 
 STOPS_FIRST = """
