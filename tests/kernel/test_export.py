@@ -199,9 +199,3 @@ def test_the_job_file_has_the_options_of_the_engine(kernel: Kernel, tmp_path: Pa
     assert "UsageError: --engine 'slurm -N 2': -N: use num_nodes= (--nodes)" in done.error + done.text
     shown = kernel.run("%%distributed --engine 'ssh a b' --export third.py\nprint(rank)").check()
     assert "note: the script does not use engine='ssh': start torchrun on each node yourself\n" in shown.stdout
-
-
-@pytest.mark.parametrize("option", ["sbatch", "force"])
-def test_options_of_export_need_it(kernel: Kernel, option: str) -> None:
-    done = kernel.run(f"%%distributed --{option}\n1")
-    assert f"--{option}: only with --export, as in --export train.py" in done.error + done.text

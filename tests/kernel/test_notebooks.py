@@ -113,6 +113,9 @@ def test_large_data(kernel: Kernel, folder: Path) -> None:
     assert "sum: 10,000,000; rows by rank, in the notebook: [2500, 2500, 2500, 2500]" in printed
     assert "of the file's 40 MB, 0 MB were copied" in printed
     assert "4 ranks returned 246 MB" in printed
+    assert "cached for the next launch: 2" in printed
+    assert "MB of data from earlier launches" in printed
+    assert re.search(r"^freed 2\d\d MB$", printed, flags=re.MULTILINE)
     assert "after %distributed clear-cache: 246 MB copied" in printed
 
 
