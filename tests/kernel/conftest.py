@@ -17,6 +17,8 @@ def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> I
     """One for all files: importing torch in it and in its fork servers takes longer than most of their tests."""
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_STATE_DIR=str(state), CUDA_VISIBLE_DEVICES="") as kernel:
+        # or every rank with an optimizer or DDP would import them, for 3 s of a core
+        kernel.run("from nblaunch.engines import fork_servers\nfork_servers._PRELOAD += fork_servers._SOON").check()
         kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
         kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
         yield kernel
