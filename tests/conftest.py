@@ -66,6 +66,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not _is_long(item.path), "unit" in item.path.parts))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, and all of the browser: another Chromium and JupyterLab take a minute of a core."""
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda nodeid: "tests/browser" if "/browser/" in nodeid else file_of(nodeid)
+    return scheduling
+
+
 def _is_long(path: Path) -> bool:
     """Return True for a file of several minutes: those of the browser, and the notebooks."""
     return "browser" in path.parts or path.name.startswith("test_notebooks")
