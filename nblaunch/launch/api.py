@@ -198,7 +198,7 @@ def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
         with preparing(shown, payloads.name_of(payload.function)):
             is_fork = plan.method == "fork"  # which shares the notebook's memory
             shipment = payloads.share(payload) if is_fork else payloads.ship(payload, engine.is_local)
-        return Launch(plan, shipment, shown, engine)
+        return Launch(plan, shipment, shown, engine, None)
     except NblaunchError as error:
         raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 

@@ -72,7 +72,7 @@ class CellInput:
             if prompt is None:
                 console.wait(max(0.0, min(timeouts.SIGNAL_CHECK_INTERVAL_S, deadline - time.monotonic())))
             else:
-                console.type(prompt.number, self._read(prompt))
+                console.type(prompt, self._read(prompt))
         self._print()
         if console.has_examined:
             host().was_examined()
@@ -88,7 +88,7 @@ class CellInput:
             self._reading = prompt
             if self._console.prompt is not prompt:  # nothing would say that its rank has gone
                 return None
-            return getpass.getpass(prompt.text) if prompt.is_secret else input(prompt.text)
+            return getpass.getpass(prompt.text) if prompt.asked.is_secret else input(prompt.text)
         except EOFError:
             return None
         finally:
@@ -97,7 +97,11 @@ class CellInput:
     def _meanwhile(self) -> None:
         """While the main thread waits for a line: print what is new, from the supervisor's thread."""
         if not self._is_attended:
-            self._note_debuggers()
+            states = self._console.states
+            new, self._noted = [state for state in states if state not in self._noted], states
+            if new:
+                how = "to debug, call wait() or result() of the launch, or run %distributed debug"
+                self._view.on(Note(f"{'; '.join(new)}: {how}"))
         prompt = self._reading
         if prompt is None:
             return
@@ -112,12 +116,3 @@ class CellInput:
             self._write(again.format(text), "out")
         except Exception:  # noqa: BLE001  # a replaced stdout may raise anything; the task goes on
             _log.warning("nblaunch: the cell cannot show what a debugger has printed", exc_info=True)
-
-    def _note_debuggers(self) -> None:
-        states = self._console.states
-        new = [state for state in states if state not in self._noted]
-        self._noted = states
-        if new:
-            self._view.on(
-                Note(f"{'; '.join(new)}: to debug, call wait() or result() of the launch, or run %distributed debug")
-            )

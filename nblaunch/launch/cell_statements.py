@@ -30,8 +30,6 @@ class CellSource:
 
 @dataclass(frozen=True, eq=False)
 class Statement:
-    """A statement at the top level of a cell."""
-
     cell: CellSource
     order: tuple[int, int]
     """The number of the cell in the order of execution, and of the line."""

@@ -42,7 +42,6 @@ class Commands(Wakeup):
         return future
 
     def take_stacks(self) -> list[tuple[float, Future[dict[int, str]]]]:
-        """Return and clear the (timeout, future) pairs of `want_stacks`."""
         with self._lock:
             taken, self._waiting = self._waiting, []
             return taken

@@ -82,13 +82,10 @@ class _OpenDebugger:
         return _STATES["input"] if self.opened.by == "input" else "waits for another line, not for a command"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A line that the console waits for, with a number of its own."""
-
-    number: int
+    asked: Asked
     text: str
-    is_secret: bool
 
 
 class DebugConsole:
@@ -132,9 +129,7 @@ class DebugConsole:
         """When a look at a rank was asked for."""
         self._unshown: list[str] = []
         self._prompt: Prompt | None = None
-        self._prompted: Asked | None = None
-        """What the prompt is for."""
-        self._task = self._prompts = 0
+        self._task = 0
         self._outgoing: deque[tuple[int, ToDebugger]] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._has_helped: set[OpenedBy] = set()
@@ -255,7 +250,6 @@ class DebugConsole:
             self._has_helped.add(by)
 
     def _announce_failures(self) -> None:
-        """Show which ranks have failed, while the user debugs another one."""
         while self._unannounced and not (self._front is None or self.has_quit or self.has_examined):
             rank = self._unannounced.pop(0)
             self._show(f"rank {rank} {self._left[rank]}; the launch ends once you leave the debugger\n")
@@ -288,7 +282,11 @@ class DebugConsole:
 
     def _choose(self) -> None:
         """Choose the rank in front, and set its prompt. Requires the lock."""
-        self._set_prompt(self._choose_asked())
+        asked = self._choose_asked()
+        if asked is None:
+            self._prompt = None
+        elif self._prompt is None or self._prompt.asked is not asked:
+            self._prompt = Prompt(asked, f"(rank {asked.rank} of {self._world_size}) {asked.prompt}")
         if self._news.empty():
             self._news.put(None)
 
@@ -311,15 +309,6 @@ class DebugConsole:
         front[-1].held.clear()
         return front[-1].asked
 
-    def _set_prompt(self, asked: Asked | None) -> None:
-        if asked is self._prompted and (asked is None) == (self._prompt is None):
-            return
-        self._prompt, self._prompted = None, asked
-        if asked is not None:
-            self._prompts += 1
-            text = f"(rank {asked.rank} of {self._world_size}) {asked.prompt}"
-            self._prompt = Prompt(self._prompts, text, asked.is_secret)
-
     @property
     def prompt(self) -> Prompt | None:
         with self._lock:
@@ -330,10 +319,10 @@ class DebugConsole:
             self._news.get(timeout=seconds)
 
     # -------------------------------------------------------------- the user
-    def type(self, number: int, line: str | None) -> None:
+    def type(self, prompt: Prompt, line: str | None) -> None:
         """Take the line (None: the end of the input) for a prompt. No effect if the prompt has ended."""
         with self._lock:
-            if self._prompt is None or self._prompt.number != number or self._front is None:
+            if self._prompt is not prompt or self._front is None:
                 return
             rank = self._front
             top = self._open[rank][-1]
@@ -349,7 +338,7 @@ class DebugConsole:
 
     def _is_ours(self, line: str) -> bool:
         """Obey a command of the console; return False if the line is the debugger's."""
-        self._prompted = None  # whatever happens, ask again
+        self._prompt = None  # whatever happens, ask again
         if line == "ranks":
             for rank in range(self._world_size):
                 self._show(f"rank {rank} {self._state_of(rank)}\n")
@@ -398,7 +387,6 @@ class DebugConsole:
                 self._show(f"rank {rank} {stack[-1].refusal}\n")
 
     def look(self, rank: int) -> None:
-        """Open a debugger on a rank, unless one is open."""
         with self._lock:
             self._turn_to(rank)
             self._choose()

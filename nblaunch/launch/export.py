@@ -54,7 +54,6 @@ class Exported:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Return what was written, and how to run it."""
         lines = [f"wrote {', '.join(map(str, self.files))}", *(f"note: {note}" for note in self.notes)]
         return "\n".join([*lines, f"run it: {self.command}"])
 
@@ -139,11 +138,8 @@ def export_cell(
 class _FilledIn(str):
     """The name of a parameter that the script fills in."""
 
-    __slots__ = ()
-
 
 def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: ExportedNames) -> str:
-    """Return the call of a function as source. What it needs is added to `names`."""
     called = names.reference(function)
     if not called:
         own = payloads.name_of(function)
@@ -182,7 +178,12 @@ def _write(path: str | os.PathLike[str], content: str, options: Options, sbatch:
             raise ArgumentError(f"path={str(target)!r}: {file} exists: use another name, or force=True")
     for file, text in texts.items():
         file.write_text(text)
-    return Exported(target, (*texts,), command, tuple(notes(asked, sbatch)))
+    notes: tuple[str, ...] = ()
+    if asked.kind in ("ray", "ssh"):
+        notes = (f"the script does not use engine='{asked.kind}': start torchrun on each node yourself",)
+    elif asked.kind == "slurm" and not sbatch:
+        notes = ("the command runs on this machine: engine='slurm' and its options need a job file (sbatch)",)
+    return Exported(target, (*texts,), command, notes)
 
 
 # ------------------------------------------------------------------ the notebook's names
@@ -307,7 +308,6 @@ def _import_of(name: str, value: Any) -> str:
 
 
 def _written(text: str, order: tuple[int, int]) -> Statement:
-    """Return a statement that the notebook does not have."""
     return Statement(CellSource("", text, text), order, text, ast.parse(text).body[0])
 
 
@@ -427,7 +427,6 @@ def _variables(plan: Plan) -> dict[str, str]:
 
 
 def command_of(plan: Plan, script: str) -> str:
-    """Return the command that starts a script on this machine."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in _variables(plan).items()]
     restarts = ["--max-restarts", str(plan.options.max_restarts)] if plan.options.max_restarts else []
     nproc = str(plan.places[0].local_world_size)
@@ -435,7 +434,6 @@ def command_of(plan: Plan, script: str) -> str:
 
 
 def job_file(asked: JobRequest, plan: Plan, script: str) -> str:
-    """Return a job file for Slurm that runs `script`, in the folder of the job."""
     given = plan.options
     nproc = plan.places[0].local_world_size
     cpus = nproc * (given.threads_per_rank or 1)
@@ -456,12 +454,3 @@ def job_file(asked: JobRequest, plan: Plan, script: str) -> str:
         restarts=given.max_restarts,
         script=shlex.quote(script),
     )
-
-
-def notes(asked: JobRequest, sbatch: bool) -> list[str]:
-    """Return what the script and its job file do not do of what ``engine=`` asks for."""
-    if asked.kind in ("ray", "ssh"):
-        return [f"the script does not use engine='{asked.kind}': start torchrun on each node yourself"]
-    if asked.kind == "slurm" and not sbatch:
-        return ["the command runs on this machine: engine='slurm' and its options need a job file (sbatch)"]
-    return []

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nblaunch.engines.protocol import Log
@@ -32,8 +31,9 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.terminal_lines import last_lines
 from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.session_state import command, restart_command
+from nblaunch.launch.stopping import Account
 from nblaunch.launch.verdict import Cause
-from nblaunch.launch.views import Failure, Stream
+from nblaunch.launch.views import Failure
 from nblaunch.machine.limits import advice_on_threads
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
 from nblaunch.transfer import pickling
@@ -79,33 +79,12 @@ class RankTraceback(Exception):  # noqa: N818  # not raised: it is the cause tha
         return f"\n{self.args[0]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """A failed task: how its ranks ended, their logs, and their sources."""
-
-    name: str
-    ends: Sequence[RankEnd]
-    files: LaunchFiles
-    sources: Mapping[str, Source]
-    logs: Mapping[int, Mapping[Stream, Log]]
-    hint: str = ""
-    """What to do about a missing process group; empty if there is one."""
-    difference: str = ""
-    session: str = ""
-    hosts: Sequence[str] = ()
-    """The node of each rank; none if all are on the notebook's own machine."""
-    is_shown: bool = False
-    """Whether the cell that raises the exception has shown it, with its traceback."""
-    asked: str = ""
-    """The expression that a session was asked for; empty for a task."""
-
-
 def exception_for(cause: Cause, account: Account) -> Any:
     if cause.end is None:
         again = f"{restart_command(account.session)} restarts them" if account.session else "launch again"
         return RankLostError(
             f"the process that supervises the ranks of {account.name} was killed, and all ranks with it: {again}. "
-            f"Logs: {account.files.directory}"
+            f"{account.where}"
         )
     failed = cause.end.failed
     if cause.kind == "died" or failed is None:
@@ -328,7 +307,7 @@ def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> N
     at = where if where.startswith(account.name) else ", ".join(filter(None, (account.name, where)))
     line = [f"On rank {rank} of {at}:", f"    {source}"] if source else [f"On rank {rank} of {at}."]
     short = [str(first), *line, *notes]
-    last = f"Logs: {account.files.directory}"
+    last = account.where
 
     def rendered() -> list[str]:
         """Without the traceback if the panel above has it; nbconvert and papermill, where no one types, need it."""

@@ -43,7 +43,6 @@ class Frontend:
         return None
 
     def cells(self) -> list[CellSource]:
-        """Return the cells that the notebook has run, in this order."""
         return []
 
     def show_session(
@@ -105,6 +104,5 @@ def register(frontend: Frontend | None) -> None:
 
 
 def view_choice(choice: str) -> str:
-    """Return the requested view; "auto" yields to the environment variable ``NBLAUNCH_VIEW``."""
     wanted = os.environ.get("NBLAUNCH_VIEW") if choice == "auto" else ""
     return one_of("NBLAUNCH_VIEW" if wanted else "view", wanted or choice, ("auto", "text", "none"))

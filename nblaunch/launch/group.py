@@ -47,9 +47,7 @@ class WorkerGroup:
         self._killed: set[int] = set()
         self._begun_at = time.monotonic()
         self._exited_at: float | None = None
-        """When every rank had exited."""
         self._killed_at: float | None = None
-        """When every live rank had been sent SIGKILL."""
         self._was_nudged = False
 
     @property
@@ -103,7 +101,6 @@ class WorkerGroup:
         return event
 
     def kill(self, rank: int) -> None:
-        """Kill a rank, with its process group."""
         self.members[rank].worker.signal(signal.SIGKILL, True)
         self._killed.add(rank)
 

@@ -24,9 +24,9 @@ from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankL
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.result import LaunchResult, Metrics, notes_on
-from nblaunch.launch.run import Job, Place, Run
-from nblaunch.launch.session_ranks import BusyError, SessionRanks
-from nblaunch.launch.stopping import ByUser, Told
+from nblaunch.launch.run import Job, Run
+from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
+from nblaunch.launch.stopping import Account, ByUser
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import (
@@ -73,19 +73,18 @@ class Launch:
         console: Where the debuggers of the ranks print, and the user types.
     """
 
-    def __init__(self, plan: Plan, shipment: Shipment, view: View, engine: Engine, place: Place | None = None) -> None:
+    def __init__(self, plan: Plan, shipment: Shipment, view: View, engine: Engine, ticket: Ticket | None) -> None:
         self.name = name_of(shipment.payload.function)
         self.world_size = plan.world_size
         self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
         self._plan, self._view = plan, ShieldedView(view)
         self._parcel, self._sent = shipment.parcel, shipment.sent
-        self._engine, self._place = engine, place
-        """The session whose ranks it uses; None: it starts its own."""
+        self._engine, self._ticket = engine, ticket
+        """Its place in the queue of a session's ranks; None: it starts its own."""
         self._commands = Commands()
         self._finished = threading.Event()
         self._is_blocking = False
         self._interrupts = 0
-        """Of the user, while the caller waits."""
         self._begin = time.monotonic()
         self.console = console_for(plan, shipment)
         self._input = CellInput(self.console, self._view)
@@ -102,8 +101,7 @@ class Launch:
         self._returned: dict[int, Any] = {}
         self._crash = ""
         """A crash after every rank had returned, until `result` has warned of it."""
-        self._account: failures.Account | None = None
-        """The attempt that failed."""
+        self._account: Account | None = None
         self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
 
     def begin(self, *, blocking: bool = False) -> None:
@@ -133,12 +131,12 @@ class Launch:
             self._release()
 
     def runs_in(self, ranks: SessionRanks) -> bool:
-        return self._place is not None and self._place.ranks is ranks
+        return self._ticket is not None and self._ticket.ranks is ranks
 
     @property
     def keeps_ranks(self) -> bool:
         """Return True if it runs in a session, whose ranks stay: a kill costs their variables."""
-        return self._place is not None
+        return self._ticket is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended.
@@ -210,7 +208,7 @@ class Launch:
         if isinstance(self._error, LaunchStoppedError):
             state = "stopped"
         if not self.done:
-            is_queued = self._place is not None and not self._place.ranks.queue.is_first(self._place.ticket)
+            is_queued = self._ticket is not None and not self._ticket.ranks.queue.is_first(self._ticket)
             state = f"{'queued' if is_queued else 'running'} for {time.monotonic() - self._begin:.0f} s"
             state = "; ".join([state, *self.console.states[:MAX_STATES]])
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
@@ -298,8 +296,8 @@ class Launch:
         self._commands.close()
         if self._parcel is not None:
             self._parcel.close()
-        if self._place is not None:
-            self._place.ranks.queue.discard(self._place.ticket)
+        if self._ticket is not None:
+            self._ticket.ranks.queue.discard(self._ticket)
         self._finished.set()
 
     def _attempt(self, number: int) -> bool:
@@ -318,7 +316,7 @@ class Launch:
                 for note in notes_on(self._sent, _noted):
                     self._view.on(Note(note))
             run = Run(self._job, number, files, self._view, self._commands)
-            verdict = run.start(self._engine) if self._place is None else run.take_turn(self._place)
+            verdict = run.start(self._engine) if self._ticket is None else run.take_turn(self._ticket)
             error = self._conclude(verdict, run, files)
             self._error = error
             again = number < self._plan.options.max_restarts and not self._commands.stop
@@ -334,7 +332,7 @@ class Launch:
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, function = self._plan, self._job.shipment.payload.function
-        name = f"{self.name}, session {self._place.ranks.name}" if self._place is not None else self.name
+        name = f"{self.name}, session {self._ticket.ranks.name}" if self._ticket is not None else self.name
         shown = self.id, name, plan.world_size, plan.device, files.directory, number, plan.env, files
         only = function.ranks if isinstance(function, Cell) else None
         return LaunchInfo(*shown, is_session=self.keeps_ranks, hosts=plan.hosts, only=only)
@@ -348,10 +346,10 @@ class Launch:
 
     # -------------------------------------------------------------- results
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
-        """Keep the result, or return the error that explains why there is none."""
         error = self._load_results(run.results, files)
         written, task, plan = run.output.ranks, run.task, self._plan
-        account = failures.Account(
+        seconds = time.monotonic() - self._begin
+        account = Account(
             self.name,
             [rank.end for rank in task.present],
             files,
@@ -359,14 +357,17 @@ class Launch:
             {rank.rank: rank.logs for rank in written},
             run.hint,
             task.difference,
-            "" if self._place is None else self._place.ranks.name,
+            "" if self._ticket is None else self._ticket.ranks.name,
             plan.hosts,
             is_shown=self._is_blocking and self._view.shows_failures,
+            seconds=seconds,
+            timeout=plan.options.timeout,
+            incomplete=_incomplete(task),
+            places=_places(task),
         )
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))
-        seconds = time.monotonic() - self._begin
         if verdict.state == "finished" and error is None:
             metrics = Metrics(run.output.reports, any(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
@@ -387,10 +388,7 @@ class Launch:
             error = failures.exception_for(verdict.cause, account)
         elif verdict.state == "stopped":
             reason = task.ladder.reason if task.ladder is not None else ByUser()
-            told = Told(
-                self.name, seconds, plan.options.timeout, _incomplete(task), _places(task), task.difference, files
-            )
-            error = reason.error(told)
+            error = reason.error(account)
         if error is not None:
             failures.attach(self._returned, error, files)
         return error

@@ -126,7 +126,6 @@ def not_sent(name: str, suspects: Iterable[tuple[str, Any]], error: Exception) -
 
 
 def share(payload: Payload) -> Shipment:
-    """Return a shipment for ranks that are forked from the kernel: nothing is packed."""
     return Shipment(payload, None, sources_in(payload), NOTHING_SENT)
 
 

@@ -39,8 +39,6 @@ ANY_MACHINE = Machine(gpus=1 << 16, cpus=1 << 16, platform=sys.platform, env={})
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank runs, and what it has there."""
-
     node: int
     local_rank: int
     local_world_size: int
@@ -55,7 +53,6 @@ class RankPlace:
 class Plan:
     places: tuple[RankPlace, ...]
     device: str
-    """``"cpu"`` or ``"cuda"``."""
     backend: str
     method: str
     """One of the engine's start methods."""
@@ -71,7 +68,6 @@ class Plan:
 
     @property
     def ranks(self) -> list[range]:
-        """The ranks of each node."""
         counts = [place.local_world_size for place in self.places if place.local_rank == 0]
         return [range(sum(counts[:node]), sum(counts[: node + 1])) for node in range(len(counts))]
 
@@ -86,7 +82,6 @@ class Plan:
         return self.envs[0]
 
     def world(self, rank: int, store: Store) -> World:
-        """Return the rendezvous and the device of a rank."""
         place = self.places[rank]
         return World(store.address, store.port, self.backend, place.device, place.threads)
 
@@ -118,7 +113,6 @@ class Plan:
 
 
 def make_plan(machines: Sequence[Machine], engine: Engine, options: Options | None = None) -> Plan:
-    """Settle ranks, devices, backend, threads and environment, or raise ArgumentError."""
     options = Options() if options is None else options
     if machines[0].platform == "win32":
         raise ArgumentError("nblaunch runs on Linux and macOS; on Windows, run the notebook inside WSL 2")

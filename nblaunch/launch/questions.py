@@ -43,7 +43,7 @@ def ask(
     """
     deadline = float("inf") if within is None else time.monotonic() + within
     stop = threading.Event()
-    ticket = Ticket()
+    ticket = Ticket(ranks)
 
     def work() -> dict[int, list[int]]:
         ranks.queue.enqueue(ticket)
@@ -56,8 +56,16 @@ def ask(
 
 
 def look(ranks: SessionRanks) -> None:
-    """Note ranks that have died meanwhile, unless a task runs."""
-    in_thread(ranks.look, threading.Event(), str)
+    """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
+
+    def work() -> None:
+        if not (ranks.queue or ranks.is_ended):
+            ranks.queue.enqueue(ticket := Ticket(ranks))
+            claimed = ranks.claimed(ticket, lambda: True, needs_ranks=False, is_task=False)
+            with contextlib.suppress(NblaunchError), claimed:
+                pass
+
+    in_thread(work, threading.Event(), str)
 
 
 def ask_now(
@@ -216,7 +224,7 @@ def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list
     as it was. A KeyboardInterrupt changes nothing as long as the old ranks live. Later, the restart goes on; only names
     whose loading is interrupted are lost.
     """
-    ticket, stop = Ticket("the restart"), threading.Event()
+    ticket, stop = Ticket(ranks, "the restart"), threading.Event()
 
     def work() -> None:
         ranks.queue.enqueue(ticket)
@@ -261,7 +269,6 @@ def _dumps(ranks: SessionRanks, chosen: Collection[int], stop: threading.Event) 
 
 
 def _load(ranks: SessionRanks, rank: int, parcel: Sequence[int], stop: threading.Event) -> list[str]:
-    """Give a new rank the names of the old one; return what is lost."""
     try:
         answers = send(ranks, parcel, (rank,), {}, float("inf"), stop)
         lost: Sequence[str] = unpack(answers.pop(rank))

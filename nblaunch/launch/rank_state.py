@@ -21,8 +21,6 @@ class RankEnd:
 
 @dataclass(slots=True)
 class Rank:
-    """A rank of a task: the messages that it has sent, and its worker."""
-
     member: Member
     is_running: bool = False
     """Its function has begun."""
@@ -51,7 +49,6 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        """Return True if it raised, could not send its result, or exited before it returned."""
         has_died = self.member.exited is not None and not self.is_absent
         return self.failed is not None or (has_died and self.done is None)
 

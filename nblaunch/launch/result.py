@@ -109,7 +109,6 @@ class Sent:
 
     @classmethod
     def of(cls, parcel: Parcel) -> Sent:
-        """Summarize a parcel."""
         return cls(sum(parcel.sizes.values()), _largest(parcel.sizes), parcel.copied)
 
     def __repr__(self) -> str:
@@ -118,7 +117,6 @@ class Sent:
 
 
 def _largest(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return the largest named parts, largest first."""
     parts = sorted(((name, size) for name, size in sizes.items() if name), key=lambda part: -part[1])
     return tuple(parts[:_MAX_PARTS])
 

@@ -45,14 +45,6 @@ class Job:
     console: DebugConsole
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a launch runs that does not start ranks of its own."""
-
-    ranks: SessionRanks
-    ticket: Ticket
-
-
 class Run:
     """See the module. `number` is that of the restarts before.
 
@@ -114,13 +106,13 @@ class Run:
             return verdict
 
     # -------------------------------------------------------------- kept ranks
-    def take_turn(self, place: Place) -> Verdict:
+    def take_turn(self, ticket: Ticket) -> Verdict:
         """Wait for the turn of a session's ranks, and run the task to its end."""
-        ranks, job = place.ranks, self.job
-        if queued := ranks.said_of_queue(place.ticket):
+        ranks, job = ticket.ranks, self.job
+        if queued := ranks.said_of_queue(ticket):
             self.note(queued)
         with contextlib.ExitStack() as opened:
-            opened.enter_context(ranks.claimed(place.ticket, lambda: self.commands.stop, self.commands.ask))
+            opened.enter_context(ranks.claimed(ticket, lambda: self.commands.stop, self.commands.ask))
             self.group = group = ranks.group
             group.raise_refusal()  # of a restart that was interrupted
             group.workers.listen_to(self.commands)
@@ -173,7 +165,6 @@ class Run:
         return is_over
 
     def _note_taken(self) -> None:
-        """Note what the ranks have made of the names that were sent."""
         names_sent = self.job.shipment.payload.names
         taken = [(rank.rank, rank.taken) for rank in self.task.present]
         kept: dict[tuple[int, ...], list[str]] = {}

@@ -24,7 +24,7 @@ from nblaunch.launch.payload import Shipment, name_of, namespace_of_notebook
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.questions import checked_expression, line_of
 from nblaunch.launch.result import LaunchResult
-from nblaunch.launch.run import Place, stale_names
+from nblaunch.launch.run import stale_names
 from nblaunch.launch.session_ranks import SessionRanks, Ticket
 from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionState, command, restart_command
 from nblaunch.launch.views import preparing
@@ -140,12 +140,12 @@ class Session:
         given = {name: value for name, value in changes.items() if value is not None}
         plan = replace(plan, options=replace(plan.options, **given))
         shown = host().view(view)
-        queue, ticket, launch = self._ranks.queue, Ticket(label), None
+        queue, ticket, launch = self._ranks.queue, Ticket(self._ranks, label), None
         try:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             with preparing(shown, label):
                 shipment = pack(ticket)
-            launch = Launch(plan, shipment, shown, self._engine, Place(self._ranks, ticket))
+            launch = Launch(plan, shipment, shown, self._engine, ticket)
             if not queue.is_closed:
                 _register(self, True)
             if block:
@@ -376,7 +376,6 @@ class Session:
         return self.state().text()
 
     def state(self) -> SessionState:
-        """Return what the session is doing now."""
         ranks = self._ranks
         running, *queued = [label or "a question" for label in ranks.queue.labels] or [""]
         of_ranks = [
@@ -414,7 +413,6 @@ class Session:
 
     # -------------------------------------------------------------- idle
     def _stop_when_idle(self) -> None:
-        """Stop the session once it has been idle for its timeout. Runs in a thread."""
         while self.is_open and self._idle_timeout is not None:
             is_due = time.monotonic() - self._ranks.idle_since >= self._idle_timeout
             if is_due and self._ranks.queue.close_if_empty():  # a cell that begins now is not interrupted
@@ -481,7 +479,6 @@ class Ended(NamedTuple):
 
 
 _sessions: dict[str, Session] = {}
-"""By name."""
 _active: str = ""
 """The session that was started or used last."""
 _ended: Ended | None = None

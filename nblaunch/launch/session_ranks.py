@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nblaunch.engines.protocol import Engine, NodeLeaving, Received
-from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
+from nblaunch.errors import RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -39,6 +39,9 @@ class BusyError(StartError):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
+    """The place of a task or question in the queue of its ranks."""
+
+    ranks: SessionRanks
     label: str = ""
     """Of the task, such as ``Cell In[3]``; empty for a question."""
     stop: Callable[[], None] = lambda: None
@@ -261,7 +264,6 @@ class SessionRanks:
         return f"queued: session {self.name} runs {first}{more}; an interrupt ends the wait" if first else ""
 
     def check_group(self) -> None:
-        """Raise RankLostError if the reaper is dead, and every rank with it."""
         if self.group.is_over:
             raise RankLostError(
                 f"the ranks of session {self.name} are lost: {restart_command(self.name)} restarts them"
@@ -295,15 +297,6 @@ class SessionRanks:
         """Return the rendezvous of a rank's next task; without a process group while a rank is dead."""
         world = self.plan.world(rank, self._store)
         return replace(world, generation=self.generation, no_group=no_group(self.name, self.absent))
-
-    def look(self) -> None:
-        """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
-        if not (self.queue or self.is_ended):
-            with contextlib.suppress(NblaunchError):
-                ticket = Ticket()
-                self.queue.enqueue(ticket)
-                with self.claimed(ticket, lambda: True, needs_ranks=False, is_task=False):
-                    pass
 
     def new_question(self, is_code: bool, joins: bool) -> Task:
         """Return a task that asks claimed ranks. `is_code`: it runs code of the user; `joins`: in the process group."""

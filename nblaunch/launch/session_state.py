@@ -16,7 +16,6 @@ def command(name: str, action: str) -> str:
 
 
 def debug_command(name: str) -> str:
-    """Return the magic that opens the debugger on the last error in the session of this name."""
     return f"`%distributed debug{'' if name == DEFAULT_NAME else f' --session {name}'}`"
 
 
@@ -71,7 +70,6 @@ class SessionState:
         return f"{ranks}, {doing}{f', {len(self.queued)} more queued' if self.queued else ''}"
 
     def dead_line(self, rank: int) -> str:
-        """Return what to say of a dead rank, after its number."""
         if not any(each.pid for each in self.ranks):
             return f"dead, its variables are lost; {restart_command(self.name)} restarts all"
         return f"dead, its variables are lost; {restart_command(self.name, [rank])} restarts it"

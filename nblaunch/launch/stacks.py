@@ -51,7 +51,6 @@ class Stack:
     """faulthandler's name for it, such as ``0x00007f7c39423b80``."""
     frames: tuple[Frame, ...]
     cut: bool = False
-    """Older calls were left out."""
     name: str = ""
     """The user's name for it; empty if unknown."""
 

@@ -5,33 +5,50 @@ Pure: the caller passes the time and sends the signals that are due.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nblaunch.engines.protocol import Log
 from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError
 from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.stuck import StuckVerdict
+from nblaunch.launch.views import Stream
 from nblaunch.machine import timeouts
+from nblaunch.wire.messages import Source
 
 _TIMES = {2: "twice", 3: "three times"}
 
 
 # ------------------------------------------------------------------ why
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What the error of a stopped launch is made from; `incomplete`: failures during the stop, as a clause."""
+class Account:
+    """A task that failed or was stopped: what its error is made from."""
 
     name: str
-    seconds: float
-    timeout: float | None
-    incomplete: str
-    places: str
-    difference: str
+    ends: Sequence[RankEnd]
     files: LaunchFiles
+    sources: Mapping[str, Source]
+    logs: Mapping[int, Mapping[Stream, Log]]
+    hint: str = ""
+    """What to do about a missing process group; empty if there is one."""
+    difference: str = ""
+    session: str = ""
+    hosts: Sequence[str] = ()
+    """The node of each rank; none if all are on the notebook's own machine."""
+    is_shown: bool = False
+    """Whether the cell that raises the exception has shown it, with its traceback."""
+    asked: str = ""
+    """The expression that a session was asked for; empty for a task."""
+    seconds: float = 0.0
+    timeout: float | None = None
+    incomplete: str = ""
+    """Failures during the stop, as a clause."""
+    places: str = ""
 
     @property
-    def logs(self) -> str:
+    def where(self) -> str:
         return f"Logs: {self.files.directory}"
 
 
@@ -39,35 +56,31 @@ class Told:
 class ByUser:
     """A Stop, an interrupt, or ``quit`` in a debugger."""
 
-    def error(self, told: Told) -> NblaunchError:
-        return LaunchStoppedError(f"{told.name} was stopped after {told.seconds:.1f} s{told.incomplete}. {told.logs}")
+    def error(self, told: Account) -> NblaunchError:
+        return LaunchStoppedError(f"{told.name} was stopped after {told.seconds:.1f} s{told.incomplete}. {told.where}")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
     """Another rank has failed, which the verdict tells. The others may wait for it."""
 
-    def error(self, told: Told) -> NblaunchError:
+    def error(self, told: Account) -> NblaunchError:
         return ByUser().error(told)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """``timeout=`` is over."""
-
-    def error(self, told: Told) -> NblaunchError:
+    def error(self, told: Account) -> NblaunchError:
         said = f"{told.name} took longer than timeout={told.timeout:g} s and was stopped."
-        return LaunchTimeoutError(f"{said}{told.places}{told.logs}")
+        return LaunchTimeoutError(f"{said}{told.places}{told.where}")
 
 
 @dataclass(frozen=True, slots=True)
 class TakenBack:
-    """A node, and the task with it, is being taken back."""
-
     why: str
 
-    def error(self, told: Told) -> NblaunchError:
-        return LaunchStoppedError(f"{self.why}, so {told.name} was stopped{told.incomplete}. {told.logs}")
+    def error(self, told: Account) -> NblaunchError:
+        return LaunchStoppedError(f"{self.why}, so {told.name} was stopped{told.incomplete}. {told.where}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +89,11 @@ class NoProgress:
 
     verdict: StuckVerdict
 
-    def error(self, told: Told) -> NblaunchError:
+    def error(self, told: Account) -> NblaunchError:
         rank = (*(self.verdict.pair or self.verdict.ranks), 0)[0]
         lines = "".join(f"\n    {line}" for line in filter(None, (*self.verdict.lines, told.difference)))
         kept = "The variables are kept, the process group is new. " * (self.verdict.pair is not None)
-        return CollectiveError(f"{told.name} was stopped:{lines}\n{kept}{told.logs}", rank, told.files.err(rank))
+        return CollectiveError(f"{told.name} was stopped:{lines}\n{kept}{told.where}", rank, told.files.err(rank))
 
 
 Reason = ByUser | PeerFailed | TimedOut | TakenBack | NoProgress
@@ -88,8 +101,6 @@ Reason = ByUser | PeerFailed | TimedOut | TakenBack | NoProgress
 
 # ------------------------------------------------------------------ how
 class Policy(NamedTuple):
-    """How the ranks of a task are stopped."""
-
     keeps: bool = False
     """They stay: they are freed from collectives, and not killed before their grace period is over."""
     frees: bool = True

@@ -281,7 +281,6 @@ class StuckWatch:
         return now - self._since if any(self._begun.values()) else 0.0
 
     def judge(self, places: Mapping[int, Place], now: float) -> None:
-        """Set the verdict, unless the ranks have got on meanwhile."""
         self.observe(now)
         quiet = self.quiet(now)
         if quiet >= timeouts.STUCK_AFTER_S:
@@ -289,7 +288,6 @@ class StuckWatch:
             self.verdict = judge(views, quiet, lambda begun: place_of(begun, self._sources))
 
     def pause(self) -> None:
-        """Forget how long the ranks have waited: the user debugs."""
         self._begun, self.verdict = {}, None
 
     def _view(self, rank: Rank, place: Place) -> RankView:

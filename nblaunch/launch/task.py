@@ -284,7 +284,6 @@ class Task:
             self.view.on(Countdown(ladder.countdown(now, self.commands.interrupts_to_kill)))
 
     def _say_failure(self, live: list[int]) -> None:
-        """Note why the other ranks are being stopped: their ``finally`` and checkpoints may take a while."""
         working = [rank for rank in live if self.ranks[rank].done is None and self.ranks[rank].failed is None]
         cause = self.verdict().cause
         if working and cause is not None and cause.end is not None:

@@ -70,7 +70,6 @@ _NBLAUNCH = _Source(-1, "report", "")
 class _RankReports:
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, str] = field(default_factory=dict)
-    """By metric, if a step is marked as the best one."""
     count: int = 0
     time: float = 0.0
 
@@ -253,7 +252,6 @@ class _Status:
         return f"\r{blank}\r" if blank else ""
 
     def redraw(self) -> str:
-        """Return the text that updates the line; empty if it is current."""
         text = self._text()
         if text == self._drawn:
             return ""
@@ -324,7 +322,6 @@ def _best_text(record: Mapping[str, Any]) -> str:
 
 
 def _output_lines(output: Output) -> list[str]:
-    """Return what a rank displays as lines of text; for an image also its file."""
     lines = [_CONTROL.sub(" ", line) for line in without_colours(output.text).splitlines()] or [""]
     if not isinstance(output.body, str) and output.mime.startswith("image/"):
         lines[-1] += f": {output.body}"

@@ -50,12 +50,10 @@ class LaunchInfo:
     device: str
     log_dir: Path
     attempt: int = 0
-    """0, or the number of the restart."""
     env: Mapping[str, str] = field(default_factory=dict)
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps the logs from being pruned."""
     is_session: bool = False
-    """Whether the ranks stay after it, with their variables."""
     hosts: Sequence[str] = ()
     """The node of each rank, by name; none if all are on the notebook's own machine."""
     only: Sequence[int] | None = None
@@ -196,8 +194,6 @@ class Reports(Event):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Something that a rank displays. It replaces an earlier output of the rank with the same key."""
-
     key: str
     mime: str
     """One of `nblaunch.wire.display_records.SUFFIXES`."""
@@ -213,8 +209,6 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Displays(Event):
-    """What a rank has displayed since the last event."""
-
     rank: int
     outputs: Sequence[Output]
     is_cleared: bool = False
@@ -225,8 +219,6 @@ class Displays(Event):
 
 @dataclass(frozen=True, slots=True)
 class Note(Event):
-    """A message of nblaunch itself, such as "restarting (1 of 3)"."""
-
     text: str
 
 
@@ -246,8 +238,6 @@ class Countdown(Event):
 
 @dataclass(frozen=True, slots=True)
 class StacksShown(Event):
-    """The stacks that `Controls.ask_stacks` requested."""
-
     texts: Mapping[int, str]
 
 

@@ -74,7 +74,7 @@ class Ranks:
         """Type a line, and return what is sent."""
         prompt = self.console.prompt
         assert prompt is not None
-        self.console.type(prompt.number, line)
+        self.console.type(prompt, line)
         return list(self.console.outgoing())
 
     @property
@@ -110,10 +110,10 @@ def test_a_line_answers_one_prompt_alone(ranks: Ranks) -> None:
     ranks.stops(0)
     prompt = ranks.console.prompt
     assert prompt is not None
-    ranks.console.type(prompt.number, "n")
+    ranks.console.type(prompt, "n")
     assert list(ranks.console.outgoing()) == [(0, Typed(TASK, 1, "n"))]
     ranks.asks(0)
-    ranks.console.type(prompt.number, "n")
+    ranks.console.type(prompt, "n")
     assert list(ranks.console.outgoing()) == []
 
 

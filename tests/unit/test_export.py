@@ -288,19 +288,12 @@ def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPat
         current.job_request("local", 2)
 
 
-@pytest.mark.parametrize(
-    ("engine", "sbatch", "notes"),
-    [
-        ("slurm -p gpu", True, []),
-        ("slurm -p gpu", False, ["the command runs on this machine: engine='slurm' and its options need a job file"]),
-        ("ssh a b", False, ["the script does not use engine='ssh': start torchrun on each node yourself"]),
-    ],
-)
-def test_notes_say_what_the_script_does_not_do(engine: str, sbatch: bool, notes: list[str]) -> None:
-    found = export.notes(current.job_request(engine), sbatch)
+@pytest.mark.parametrize("sbatch", [True, False])
+def test_a_script_alone_does_without_slurms_options(tmp_path: Path, sbatch: bool) -> None:
+    written = export._write(tmp_path / "train.py", "", Options(engine="slurm -p gpu", num_nodes=1), sbatch, False)
 
-    assert len(found) == len(notes)
-    assert all(text.startswith(start) for text, start in zip(found, notes, strict=True))
+    said = "the command runs on this machine: engine='slurm' and its options need a job file (sbatch)"
+    assert written.notes == (() if sbatch else (said,))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from nblaunch.engines.protocol import Log
 from nblaunch.launch.failures import (
     MAX_HEADLINE,
-    Account,
     RankTraceback,
     attach,
     crash_warning,
@@ -19,6 +18,7 @@ from nblaunch.launch.failures import (
 )
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.rank_state import RankEnd
+from nblaunch.launch.stopping import Account
 from nblaunch.launch.views import Stream
 from nblaunch.wire.messages import Done, RankExited
 from tests.unit.fake_engine import FakeLog

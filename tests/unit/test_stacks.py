@@ -60,12 +60,6 @@ Current thread {MAIN} (most recent call first):
 
 
 # ------------------------------------------------------------------ reading
-def test_a_dump_is_read_with_the_oldest_call_first() -> None:
-    *_, main = parse(DUMP)
-
-    assert [stack.thread[-1] for stack in parse(DUMP)] == ["3", "2", "1"]
-    assert main.frames[0] == Frame("<string>", 1, "<module>")
-    assert main.frames[-2:] == (Frame(CELL, 4, "train"), Frame(LIBRARY, 4818, "barrier"))
 
 
 def test_a_dump_that_is_cut_anywhere_is_read_as_far_as_it_goes() -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.payload import share
 from nblaunch.launch.plan import make_plan
-from nblaunch.launch.run import Job, Run, supervise
+from nblaunch.launch.run import Job, Run
 from nblaunch.launch.stopping import TimedOut
 from nblaunch.launch.task import Task
 from nblaunch.launch.views import Countdown, Logs, Note, NullView, RanksChanged, RanksPlaced, Reports, StacksShown, View
@@ -31,7 +30,7 @@ from nblaunch.launch.views import Event as ShownEvent
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, this_process
 from nblaunch.wire.channel import LostDescriptorsError
-from nblaunch.wire.messages import Done, Leaving, Payload, Running, Settings, Source, World
+from nblaunch.wire.messages import Done, Payload, Running, Settings, Source, World
 from tests.unit.fake_engine import FAKE_PID, FakeEngine, FakeStackDumps, FakeWorker, FakeWorkers
 
 GRACE_S = 30.0
@@ -247,18 +246,6 @@ def test_a_result_that_cannot_be_sent_lets_the_others_return(scene: Scene) -> No
     assert scene[0].signals == [signal.SIGINT]
 
 
-def test_a_failure_is_noted_once_while_others_still_run(scene: Scene) -> None:
-    scene.run_all()
-    scene[1].raises("it broke")
-    scene.step()
-    scene.step(timeouts.FAILURE_NOTE_DELAY_S)
-    scene[1].exits(1)
-    scene.step(timeouts.FAILURE_NOTE_DELAY_S)
-    assert scene.view.notes == [
-        "rank 1 has raised ValueError: it broke: stopping the other ranks, which have up to 30 s",
-    ]
-
-
 def test_a_rank_that_cannot_be_started_stops_the_others(scene: Scene) -> None:
     scene[0].runs()
     scene.workers.refuses(1, "no memory")
@@ -333,24 +320,6 @@ def test_threads_are_noted_during_a_stop_too(scene: Scene, stops_first: bool) ->
     assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
 
 
-def test_a_rank_that_never_exits_is_killed(scene: Scene) -> None:
-    scene.run_all()
-    for worker in scene.workers.ranks:
-        worker.returns()
-        worker.sends(Leaving(worker.rank, 1))
-    scene.step()
-    scene.step(timeouts.EXIT_TIMEOUT_S + 1)
-    scene.step()
-    scene.step()
-    assert scene.signals() == [[signal.SIGKILL]] * 2
-    assert scene.view.notes == [
-        "rank 0 returned but did not exit within 30 s (an atexit function, or a multiprocessing queue that is not "
-        "read?): killed"
-    ]
-    assert scene.task.verdict().state == "finished"
-    assert scene.task.verdict().crashed == ()
-
-
 def test_a_reaper_that_never_ends_is_given_up(scene: Scene) -> None:
     for worker in scene.workers.ranks:
         worker.returns_and_exits()
@@ -370,25 +339,11 @@ def test_an_engine_that_does_not_answer_is_nudged_once(scene: Scene, hint: str |
 
 
 # ------------------------------------------------------------------ logs and metrics
-def follower(scene: Scene, *patterns: str) -> OutputFollower:
-    compiled = [re.compile(pattern) for pattern in patterns]
-    return OutputFollower(scene.workers.ranks, compiled, scene.view)
-
-
 def test_patterns_that_match_no_line_are_noted(scene: Scene) -> None:
-    output = follower(scene, r"loss: (?P<loss>[\d.]+)")
+    output = OutputFollower(scene.workers.ranks, [re.compile(r"loss: (?P<loss>[\d.]+)")], scene.view)
     scene[0].prints("Loss=0.5\nLoss=0.25")
     output.finish()
     assert scene.view.notes == ["--metric (metric_patterns=) matched none of 2 lines"]
-
-
-def test_printed_metrics_are_found_to_the_last_line(scene: Scene) -> None:
-    output = follower(scene, r"loss: (?P<loss>[\d.]+)")
-    scene[0].prints("loss: 0.5\nloss: 0.25")
-    output.poll()
-    assert [record["metrics"] for _, record in scene.view.records] == [{"loss": 0.5}]
-    output.finish()
-    assert [record["metrics"] for _, record in scene.view.records] == [{"loss": 0.5}, {"loss": 0.25}]
 
 
 # ------------------------------------------------------------------ one run
@@ -442,18 +397,6 @@ def test_a_run_runs_one_task_and_closes_its_group() -> None:
     run.commands.close()
 
 
-def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> None:
-    """A turn of a session ends with its task, though the ranks live on."""
-    scene = begin()
-    output = OutputFollower(scene.workers.ranks, (), scene.view)
-    for worker in scene.workers.ranks:
-        worker.prints("hello\n")
-        worker.returns()
-    supervise(scene.task, output, scene.view, scene.is_over)
-    assert scene.view.printed == {(0, "out"): ["hello"], (1, "out"): ["hello"]}
-    assert scene.group.live == [0, 1]
-
-
 @pytest.mark.parametrize("step", ["start", "send_tasks", "wait"])
 def test_an_attempt_that_cannot_start_closes_its_group(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def refuse(*_args: object, **_kwargs: object) -> None:
@@ -482,16 +425,4 @@ def test_results_of_an_attempt_that_is_refused_are_closed() -> None:
     os.close(write)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read)
-    run.commands.close()
-
-
-def test_an_attempt_that_is_killed_as_it_starts_was_stopped() -> None:
-    workers = Script(lambda workers: None, lambda workers: workers.sweeps())
-    for worker in workers.ranks:
-        worker.clock = time.monotonic
-    run, engine = run_of(workers, Recorder())
-    run.commands.ask(kill=True)
-    assert run.start(engine).state == "stopped"
-    assert [worker.signals for worker in workers.ranks] == [[signal.SIGKILL]] * 2
-    assert workers.is_closed
     run.commands.close()

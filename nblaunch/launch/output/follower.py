@@ -177,7 +177,6 @@ class OutputFollower:
             self.view.on(Reports(rank, [self._kept(rank, record) for record in records]))
 
     def _kept(self, rank: int, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Keep a report. Return it, a mark of the best step with its value."""
         if "metrics" in record:
             self.reports.add(rank, record["time"], record["step"], record["metrics"])
         elif "best" in record:

@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 MAX_FINISHED_LOCKS = 100
 """Finished launches whose directories stay locked, the latest first: each lock takes a descriptor."""
 CELL_SUFFIX = "-cell"
-"""Ends the names of the directories of sessions' cells."""
 _referenced: weakref.WeakValueDictionary[Path, LaunchFiles] = weakref.WeakValueDictionary()
 """The directories that this process refers to, oldest first."""
 
@@ -56,7 +55,6 @@ class LaunchFiles:
 
     @classmethod
     def create(cls, launch_id: str) -> LaunchFiles:
-        """Create and lock a directory that only this user can read."""
         root = state_root()
         while True:
             directory = root / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}Z-{launch_id}"

@@ -65,7 +65,6 @@ def family(name: str) -> tuple[str, Part]:
 
 
 def number(value: float) -> str:
-    """Format a value with four digits, or as a whole number."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
@@ -93,7 +92,6 @@ def formatted(value: float, kind: Kind) -> str:
 @dataclass(frozen=True, slots=True)
 class Chart:
     names: tuple[str, ...]
-    """The metrics; training comes first."""
 
     @property
     def direction(self) -> Direction:

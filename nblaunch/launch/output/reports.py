@@ -79,12 +79,10 @@ class ReportList(list[Report]):
 
     @property
     def best(self) -> dict[str, Best]:
-        """Return the best step by each metric for which one is marked, from the lowest rank that marked it."""
         return {metric: best for rank in sorted(self._best, reverse=True) for metric, best in self._best[rank].items()}
 
 
 STEP = "step"
-"""The group of the training step, which is no metric."""
 _COMMAS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"[+-]?\d{1,18}")

@@ -79,7 +79,6 @@ class LineAssembler:
         self._lines: list[str] = []
         self._colour = ""
         self._pending = ""
-        """An incomplete escape sequence."""
         self._in_string = False
 
     @property
