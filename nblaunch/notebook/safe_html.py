@@ -87,11 +87,6 @@ class _Sanitiser(HTMLParser):
         elif tag in _ELEMENTS and len(self._open) < _MAX_DEPTH:
             self._start(tag, attrs)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in _VOID:
-            self.handle_endtag(tag)
-
     def _start(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given: dict[str, str] = {}
         for name, value in attrs:
