@@ -277,20 +277,6 @@ class Session:
             return []
         return sorted({name for names in answers.values() for name in names})
 
-    def inspect(self, expression: str) -> str:
-        """Return signature, type and documentation of an expression's value in the lowest rank; empty if unknown."""
-        if not self._ranks.present:
-            return ""
-        rank = self._ranks.present[0]
-        known = next((line_of(each) for each in self.who()[rank] if each.name == expression), "")
-        if self._ranks.queue:
-            return known
-        try:
-            question = Question("inspect", checked_expression(expression), (rank,))
-            return str(questions.ask(self._ranks, question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
-        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
-            return known
-
     def debug(self, rank: int | None = None) -> None:
         """Open the debugger on the exception of the last task, with its frames, which live until the next begins.
 

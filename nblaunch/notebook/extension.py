@@ -49,7 +49,6 @@ def load(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
-        inspect_ranks(shell)
     warm_up()
 
 
@@ -84,7 +83,6 @@ def unload(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
-        del shell.object_inspect_mime  # the class's own again
     if not live_sessions.live_sessions():
         engines.stop()
         sent_data_cache.free()
@@ -163,32 +161,6 @@ def _session_of(cell: str, line: int = 1) -> Session | None:
     if "--fresh" in words or not line:
         return None
     return live_sessions.find(words[words.index("--session") + 1] if "--session" in words[:-1] else None)
-
-
-def inspect_ranks(shell: Any) -> None:
-    """Let Shift-Tab and ``name?`` know the names that a session's ranks have and the notebook does not.
-
-    With ``%distributed auto on``, those of the ranks come first.
-    """
-    inspect_notebook = shell.object_inspect_mime
-
-    def inspect(name: str, *args: Any, **options: Any) -> Any:
-        if goes_to_session(shell, name) and (found := _inspected(name)):
-            return found
-        try:
-            return inspect_notebook(name, *args, **options)
-        except KeyError:
-            if found := _inspected(name):
-                return found
-            raise
-
-    shell.object_inspect_mime = inspect
-
-
-def _inspected(name: str) -> dict[str, str] | None:
-    session = live_sessions.find()
-    text = session.inspect(name) if session is not None else ""
-    return {"text/plain": f"In the ranks of session {session.name}\n{text}"} if session is not None and text else None
 
 
 def _names_of_ranks(context: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import itertools
 import rlcompleter
 import secrets
@@ -144,8 +143,6 @@ class Namespace(pickling.Home):
             return repr(eval(question.text, self.names))[:_MAX_REPR_CHARS]
         if question.kind == "complete":
             return self._complete(question.text)
-        if question.kind == "inspect":
-            return _inspected(eval(question.text, self.names))
         if question.kind == "debug":
             if self._error is not None:
                 self.examine(self._error)
@@ -280,15 +277,3 @@ def _measure(value: Any) -> tuple[str, int]:
     if hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}", int(getattr(value, "nbytes", 0))
     return str(tuple(value.shape)), 0  # a table
-
-
-def _inspected(value: Any) -> str:
-    lines = [f"Type: {type(value).__name__}", f"String form: {str(value)[:1000]}"]
-    detail, _ = _measure(value)
-    lines += [f"Shape: {detail}"] if detail and hasattr(value, "shape") else []
-    try:
-        lines.insert(0, f"Signature: {getattr(value, '__name__', '')}{inspect.signature(value)}")
-    except (TypeError, ValueError):
-        pass  # no callable, or one of C
-    doc = inspect.getdoc(value)
-    return "\n".join([*lines, *(["", doc] if doc else [])])

@@ -206,7 +206,7 @@ class SentName:
 class Question:
     """What the kernel asks kept ranks about their names, in place of a function."""
 
-    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "dump", "restore", "debug"]
+    kind: Literal["value", "repr", "names", "complete", "push", "dump", "restore", "debug"]
     text: str = ""
     """An expression, or for ``complete`` the code up to the cursor."""
     ranks: tuple[int, ...] | None = None

@@ -121,11 +121,6 @@ class Kernel:
         self.client.complete(code)
         return list(self.client.get_shell_msg(timeout=LONG)["content"]["matches"])
 
-    def inspect(self, code: str) -> str:
-        """What Shift-Tab shows at the end of `code`; empty if nothing is known."""
-        self.client.inspect(code)
-        return str(self.client.get_shell_msg(timeout=LONG)["content"]["data"].get("text/plain", ""))
-
     @contextmanager
     def another_client(self) -> Iterator[Kernel]:
         """The same kernel as another page has it."""

@@ -537,11 +537,10 @@ def test_odd_names_cost_no_rank(kernel: Kernel) -> None:
     assert on_ranks(kernel, "os.getpid()") == before
 
 
-def test_who_completion_and_help_know_the_ranks_names(kernel: Kernel) -> None:
+def test_who_and_completion_know_the_ranks_names(kernel: Kernel) -> None:
     kernel.run("%%distributed\nfeatures = torch.zeros(3, 5)").check()
     assert "features: Tensor (3, 5) float32" in kernel.run("%distributed who").check().text
     assert kernel.ask("s.complete('featu'), s.complete('features.contig')") == (["features"], ["features.contiguous"])
-    assert "Tensor" in kernel.ask("s.inspect('features')")
 
 
 def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
@@ -697,7 +696,7 @@ def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
 def test_questions_cost_no_process_group(kernel: Kernel) -> None:
     kernel.run("%%distributed\nclass Slow:\n    @property\n    def x(self): time.sleep(2)\nslow = Slow()").check()
     before = kernel.ask("s._ranks.generation")
-    kernel.run("s.complete('slow.x'), s.inspect('slow.x')").check()
+    kernel.run("s.complete('slow.x')").check()
     assert kernel.run("s.pull('no_such_name')").error.startswith("NameError")
     assert kernel.ask("s._ranks.generation") == before
 
@@ -855,8 +854,7 @@ def test_a_question_that_is_stuck_in_c_code_costs_no_rank(kernel: Kernel) -> Non
 def test_a_busy_session_completes_from_what_it_knew(kernel: Kernel) -> None:
     kernel.run("%%distributed\nremembered = torch.zeros(7)").check()
     kernel.run("%%distributed --background -o busy\ntime.sleep(1)").check()
-    found = kernel.ask("s.complete('rememb'), s.inspect('remembered')")
-    assert found == (["remembered"], "remembered: Tensor (7,) float32")
+    assert kernel.ask("s.complete('rememb')") == ["remembered"]
     kernel.run("busy.wait()").check()
 
 
@@ -978,15 +976,11 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
         assert (
             "[rank 1] (True, True)" in kernel.run("torch.backends.cudnn.benchmark, textwrap.TextWrapper.x").check().text
         )
-        kernel.run("%%local\nmodel_of_both = 'here'").check()
-        kernel.run("model_of_both = torch.zeros(3)").check()
         assert "Wall time" in kernel.run("%%local\n\n%%time\nhere = 1").check().text
-        assert "(3,) float32" in kernel.inspect("model_of_both")
     finally:
         kernel.run("%distributed auto off").check()
     assert kernel.run("automatic").error.startswith("NameError")
     assert kernel.run("timed").error.startswith("NameError")
-    assert " here" in kernel.inspect("model_of_both").splitlines()[1]
 
 
 def test_auto_helps_with_names_of_the_ranks_and_of_the_notebook(kernel: Kernel) -> None:
