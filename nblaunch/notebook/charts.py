@@ -13,7 +13,6 @@ from html import escape
 from typing import TypeVar
 
 from nblaunch.launch.output.metric_names import (
-    ChartPlan,
     Direction,
     Kind,
     Part,
@@ -115,23 +114,17 @@ def clean(text: str) -> str:
 
 def summarise(
     metrics: Mapping[str, Mapping[int, Sequence[Point]]],
-    charts: Iterable[Sequence[str]] | None = None,
-    best: Mapping[str, Point] | None = None,
-    numbered: Collection[str] = (),
+    charts: Iterable[Sequence[str]],
+    best: Mapping[str, Point],
+    numbered: Collection[str],
 ) -> list[list[Summary]]:
-    """Summarise the metrics with points, as they are drawn: a list for each chart, by default as their names say.
+    """Summarise the metrics with points, as they are drawn: a list for each chart.
 
     `best` has the marked points; `numbered` are the metrics with the numbers of their reports as x.
     """
-    if charts is None:
-        plan = ChartPlan(
-            (name, points[-1][0], rank) for name, series in metrics.items() for rank, points in series.items() if points
-        )
-        charts = [chart.names for chart in plan.charts]
-    marks = best or {}
     groups = (
         [
-            _summary(name, metrics[name], marks.get(name), name in numbered)
+            _summary(name, metrics[name], best.get(name), name in numbered)
             for name in names
             if any(metrics.get(name, {}).values())
         ]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape, unescape
 
-from nblaunch.launch.output.metric_names import direction, kind, number_of
+from nblaunch.launch.output.metric_names import direction, kind
 from nblaunch.launch.output.terminal_lines import Excerpt, without_colours
 from nblaunch.launch.views import Failure, LaunchInfo, duration_text
 from nblaunch.notebook.charts import (
@@ -56,8 +56,6 @@ _MAX_OTHERS = 8
 # Of the HTML. With the markup, all parts stay below 150 KB.
 _MAX_CHARTS = 12
 _MAX_METRICS = 24
-_MAX_COLUMNS = 8
-_MAX_RANKS = 64
 _MAX_CHARTS_BYTES = 52 << 10
 _MAX_TAILS_BYTES = 22 << 10
 _MAX_BLOCK_BYTES = 8 << 10
@@ -106,8 +104,8 @@ class Record:
     notes: Sequence[str]
     failure: Failure | None
     log_dir: str
-    charts: Sequence[Sequence[str]] | None = None
-    """The metrics of each chart, in order. None: as their names say."""
+    charts: Sequence[Sequence[str]] = ()
+    """The metrics of each chart, in order."""
     numbered: Collection[str] = ()
     """The metrics with the numbers of their reports as x."""
     best: Mapping[str, Point] = field(default_factory=dict)
@@ -183,7 +181,6 @@ def _line(line: str, most: int) -> str:
 # ------------------------------------------------------------------ HTML
 def as_html(record: Record) -> str:
     """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
-    groups = record.summaries()
     message = f'<div style="margin-top:6px;white-space:pre-wrap">{_text(record.message, 1000)}</div>'
     notes = (re.sub("`([^`]+)`", r"<code>\1</code>", _text(note, 300)) for note in record.notes[-5:])
     log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
@@ -192,8 +189,7 @@ def as_html(record: Record) -> str:
         _failure(record.failure) if record.failure else message if record.message.strip() else "",
         *(f'<div style="margin-top:6px">{note}</div>' for note in notes),
         _outputs(record.outputs),
-        _metrics(record, groups),
-        _table([summary for group in groups for summary in group]),
+        _metrics(record, record.summaries()),
         _tails(record),
         f'<div style="margin-top:8px;font-size:12px;{DIM}">logs: <code>{log_dir}</code></div>' if log_dir else "",
     ]
@@ -204,12 +200,9 @@ def as_html(record: Record) -> str:
 
 def _header(record: Record) -> str:
     mark, colour, preposition = _STATES.get(record.state, ("", COLOURS[0], "after"))
-    try:
-        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
-    except (OverflowError, ValueError, OSError):  # not a time
-        at = ""
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
     facts = [f"{preposition} {duration_text(record.seconds)}", record.ranks, one_line(record.device, 100)]
-    facts += [at if record.ended_at else f"as of {at}"] if at else []
+    facts.append(at if record.ended_at else f"as of {at}")
     return (
         f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="color:{colour}">{mark} '
         f'{_text(record.state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, filter(None, facts)))}</span></div>'
@@ -375,28 +368,6 @@ def _legend(summary: Summary) -> str:
             for rank, name in zip(ranks, names, strict=True)
         )
     return f'<span style="font-size:12px">{mean} {rest}</span>'
-
-
-def _table(summaries: Sequence[Summary]) -> str:
-    """Return the latest values of each rank, for metrics that differ between ranks."""
-    columns = [summary for summary in summaries if summary.differs][:_MAX_COLUMNS]
-    ranks = sorted({rank for summary in columns for rank in summary.by_rank})[:_MAX_RANKS]
-    if not columns:
-        return ""
-
-    def row(cell: str, name: str, values: Iterable[str]) -> str:
-        return f"<tr><th>{name}</th>{''.join(f'<{cell}>{value}</{cell}>' for value in values)}</tr>"
-
-    rows = [row("td", "mean", (summary.latest_text for summary in columns))]
-    for rank in ranks:
-        values = (number_of(each.name, each.by_rank[rank]) if rank in each.by_rank else "" for each in columns)
-        rows.append(row("td", f"rank {rank}", values))
-    head = row("th", "latest", (_text(summary.name, 60) for summary in columns))
-    table = (
-        '<table cellpadding="4" style="margin:4px 0 0 0;border-collapse:collapse;text-align:right">'
-        f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-    )
-    return _folded(f"latest values of {counted(len(ranks), 'rank')}", table)
 
 
 def _block(lines: Sequence[str], size: int) -> str:

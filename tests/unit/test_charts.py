@@ -16,6 +16,7 @@ from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
     Point,
+    Summary,
     colour_of,
     downsampled,
     line_chart,
@@ -32,6 +33,11 @@ POINTS = st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=30)
 
 def chart(series: dict[int, list[Point]], title: str = "loss") -> ET.Element:
     return ET.fromstring(line_chart(series, mean_of(series), title))
+
+
+def summary_of(name: str, series: dict[int, list[Point]]) -> Summary:
+    ((summary,),) = summarise({name: series}, [[name]], {}, ())
+    return summary
 
 
 def strokes(svg: ET.Element, colour: str) -> list[list[Point]]:
@@ -62,15 +68,6 @@ def test_the_words_of_a_name_say_whether_more_is_better(name: str, expected: str
     assert direction(name) == expected
 
 
-def test_losses_come_first_then_what_is_to_grow_and_rates_last() -> None:
-    names = ["lr", "samples/s", "val_loss", "Grad", "loss", "f1", "accuracy", "RMSE"]
-    groups = summarise({name: {0: [(0, 1.0)]} for name in names})
-    assert [[summary.name for summary in group] for group in groups] == [
-        ["loss", "val_loss"],
-        *(["accuracy"], ["f1"], ["RMSE"], ["Grad"], ["lr"], ["samples/s"]),
-    ]
-
-
 def test_the_mean_is_over_the_ranks_at_the_same_x_and_needs_half_of_them() -> None:
     assert mean_of({0: [(0, 1.0), (1, 3.0)], 1: [(1, 5.0), (0, 2.0)]}) == ((0, 1.5), (1, 4.0))
     series = {0: [(0, 1.0), (1, 1.0), (2, 9.0)], 1: [(0, 3.0), (1, 3.0)], 2: [(0, 5.0)]}
@@ -79,7 +76,7 @@ def test_the_mean_is_over_the_ranks_at_the_same_x_and_needs_half_of_them() -> No
 
 def test_the_latest_and_the_best_are_the_means() -> None:
     ranks = {0: [(1, 0.5), (2, 0.9), (3, 0.7)], 1: [(1, 0.5), (2, 0.7), (3, 0.7)]}
-    (loss,), (accuracy,), (other,) = summarise({"accuracy": ranks, "loss": ranks, "other": ranks})
+    accuracy, loss, other = (summary_of(name, ranks) for name in ("accuracy", "loss", "other"))
     assert accuracy.latest == 0.7
     assert accuracy.best == pytest.approx(0.8)
     assert (loss.latest, loss.best) == (0.7, 0.5)
@@ -89,17 +86,17 @@ def test_the_latest_and_the_best_are_the_means() -> None:
 
 def test_ranks_that_share_no_x_have_no_mean_but_a_latest_and_a_best() -> None:
     series = {rank: [(10 * rank + step, float(rank + step)) for step in range(3)] for rank in range(3)}
-    ((loss,),) = summarise({"loss": series})
+    loss = summary_of("loss", series)
     assert (loss.mean, loss.latest, loss.best) == ((), 3.0, 0.0)
     assert loss.by_rank == {0: 2.0, 1: 3.0, 2: 4.0}
     assert loss.differs
 
 
 def test_a_loss_that_is_no_number_any_more_says_so_and_keeps_its_best() -> None:
-    ((loss,),) = summarise({"loss": {0: [(0, 2.0), (1, 1.0), (2, NAN)], 1: [(0, 2.0), (1, 1.0), (2, 1.0)]}})
+    loss = summary_of("loss", {0: [(0, 2.0), (1, 1.0), (2, NAN)], 1: [(0, 2.0), (1, 1.0), (2, 1.0)]})
     assert math.isnan(loss.latest)
     assert loss.best == 1.0
-    ((lost,),) = summarise({"loss": {0: [(0, NAN), (1, INF)], 1: [(0, NAN), (1, INF)]}})
+    lost = summary_of("loss", {0: [(0, NAN), (1, INF)], 1: [(0, NAN), (1, INF)]})
     assert (lost.latest, lost.best, lost.differs) == (INF, None, False)
 
 

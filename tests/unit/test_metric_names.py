@@ -30,6 +30,14 @@ def names_of(plan: ChartPlan) -> list[tuple[str, ...]]:
     return [chart.names for chart in plan.charts]
 
 
+def test_losses_come_first_then_what_is_to_grow_and_rates_last() -> None:
+    names = ("lr", "samples/s", "val_loss", "Grad", "loss", "f1", "accuracy", "RMSE")
+    assert names_of(ChartPlan((name, 0, 0) for name in names)) == [
+        ("loss", "val_loss"),
+        *(("accuracy",), ("f1",), ("RMSE",), ("Grad",), ("lr",), ("samples/s",)),
+    ]
+
+
 def test_validation_joins_training_where_both_count_steps() -> None:
     plan = ChartPlan()
     for step in range(1, 301):
