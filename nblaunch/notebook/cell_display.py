@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
-from typing import Any, TypeVar
+from typing import Any
 
 from ipykernel.zmqshell import ZMQDisplayPublisher
 
@@ -22,7 +22,6 @@ from nblaunch.machine.segments import in_words
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.machine.usage import Usage
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +32,8 @@ class CellDisplay:
         self._publisher = shell.display_pub
         self._kernel = shell.kernel
         self._parent = shell.kernel.get_parent()
-        self._context = contextvars.copy_context()
+        self.context = contextvars.copy_context()
+        """What runs in a copy of it sends messages that belong to the cell."""
         self._id = uuid.uuid4().hex
         self.shown = False
         self.is_append_only = runs_on_server(shell.kernel)
@@ -79,10 +79,6 @@ class CellDisplay:
         """True while the kernel runs the cell that has constructed it."""
         header = self._kernel.get_parent().get("header", {})
         return bool(header.get("msg_id") == self._parent.get("header", {}).get("msg_id"))
-
-    def in_its_context(self, function: Callable[[], T]) -> T:
-        """Call `function` in the cell's context, so that the kernel's messages belong to it. Not reentrant."""
-        return self._context.copy().run(function)
 
 
 WIDGET = "application/vnd.jupyter.widget-view+json"

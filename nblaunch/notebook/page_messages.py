@@ -301,9 +301,10 @@ class Resync:
 FromPage = Request | Resync
 
 
-def to_content(message: ToPage | PanelInfo | OutputContent) -> dict[str, Any]:
-    """Return a message as plain values. Leave out fields that are optional and None."""
-    return _plain(message)  # type: ignore[no-any-return]  # a dataclass becomes a dict
+def to_content(message: Any) -> dict[str, Any]:
+    """Return a dataclass of this module as plain values. Leave out fields that are optional and None."""
+    fields = {field: getattr(message, field.name) for field in dataclasses.fields(message)}
+    return {field.name: _plain(item) for field, item in fields.items() if item is not None or field.default is not None}
 
 
 def from_content(content: Mapping[str, Any]) -> FromPage | None:
@@ -325,7 +326,6 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
 
 
 def _plain(value: Any) -> Any:
-    if not dataclasses.is_dataclass(value):
-        return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-    fields = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return {field.name: _plain(item) for field, item in fields.items() if item is not None or field.default is not None}
+    if dataclasses.is_dataclass(value):
+        return to_content(value)
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

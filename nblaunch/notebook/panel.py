@@ -108,7 +108,6 @@ class PanelView(View):
         self._sender: threading.Thread | None = None
         self._credit = _BYTES_PER_MESSAGE
         self._sent_at = 0.0
-        self._is_retired = False
         self._is_shown, self._is_recorded = threading.Event(), threading.Event()
         """The cell has the display; a page has asked for the record since the launch ended."""
         self._is_behind = False
@@ -239,18 +238,13 @@ class PanelView(View):
             self._widget = widget
             if not self._over.is_set():
                 self._show()
-            is_late = self._is_retired
-        if is_late:
-            self.retire()
 
     def retire(self) -> None:
         with self._lock:
-            self._is_retired = True
             widget, self._widget = self._widget, None
-            if widget is None:
-                return
-            widget.layout.close()
-            widget.close()
+            if widget is not None:
+                widget.layout.close()
+                widget.close()
 
     # -------------------------------------------------------------- to the page
     def _send_in_background(self) -> None:
@@ -263,7 +257,7 @@ class PanelView(View):
 
     def _send_all(self) -> None:
         try:
-            self._display.in_its_context(self._send_until_over)
+            self._display.context.copy().run(self._send_until_over)
         except Exception:  # noqa: BLE001  # widgets may raise anything; the launch continues
             _log.exception("the panel of %s stopped; its logs and result are safe", self._record().name)
             with self._lock:

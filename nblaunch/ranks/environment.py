@@ -29,7 +29,6 @@ from nblaunch.wire.tables import Drops, log_limit
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
-_pools: ThreadpoolController | None = None
 _streams: dict[str, io.TextIOWrapper] = {}
 _logs: list[_Log] = []
 """The files under stdout and stderr."""
@@ -44,11 +43,11 @@ _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
-def find_pools() -> None:
-    global _pools
+@functools.cache
+def pools() -> ThreadpoolController:
     from threadpoolctl import ThreadpoolController
 
-    _pools = ThreadpoolController()
+    return ThreadpoolController()
 
 
 def keep_filters_since(before: list[Any]) -> None:
@@ -178,10 +177,7 @@ def set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    if _pools is None:
-        find_pools()
-    if _pools is not None:
-        _pools.limit(limits=threads)
+    pools().limit(limits=threads)
 
 
 def apply_settings(settings: Settings) -> None:

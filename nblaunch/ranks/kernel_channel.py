@@ -16,7 +16,7 @@ from nblaunch.machine import processes, timeouts
 from nblaunch.ranks import process_group
 from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
-from nblaunch.wire.messages import Asked, Closed, Free, Interrupt, Interrupted, Look, Opened, Task, ToDebugger, Typed
+from nblaunch.wire.messages import Asked, Closed, Free, Interrupt, Interrupted, Look, Opened, Task, Typed
 
 _SIGNAL_AGAIN_AFTER_S = (0.05, 0.2, 0.8)
 
@@ -131,8 +131,10 @@ class KernelChannel:
                 elif isinstance(message, Free) and message.task >= self.task:  # a later one waits for this one
                     with contextlib.suppress(Exception):  # it is asked again, and then killed
                         process_group.cut()  # before the next task is read
-                elif isinstance(message, (Typed, Look)) and message.task == self.task:
-                    self.keyboard.take(message)
+                elif isinstance(message, Typed) and message.task == self.task:
+                    self.keyboard.lines.put(message)
+                elif isinstance(message, Look) and message.task == self.task:
+                    self.keyboard.look(message)
         finally:
             self._arriving.put(None)
             self.keyboard.wake()
@@ -207,7 +209,7 @@ class Keyboard:
         self.turn = threading.RLock()
         self.can_type = False
         self.look: Callable[[Look], None] = lambda message: None
-        self._lines: queue.SimpleQueue[Typed | None] = queue.SimpleQueue()
+        self.lines: queue.SimpleQueue[Typed | None] = queue.SimpleQueue()
         """Answers to the last request. None: something has happened."""
         self._number = 0
         """Of the last request."""
@@ -223,13 +225,13 @@ class Keyboard:
     def ask(self, prompt: str, *, is_secret: bool = False, is_command: bool = False) -> str:
         """Wait until the user has typed a line, and return it. Hold `turn`."""
         link = self.link
-        self._number, self._lines, self._is_let_go = self._number + 1, queue.SimpleQueue(), False
+        self._number, self.lines, self._is_let_go = self._number + 1, queue.SimpleQueue(), False
         link.send(Asked(link.rank, link.task, self._number, prompt, is_secret, is_command))
         typed: Typed | None = None
         while typed is None or typed.number != self._number:
             self._check_interrupt()
             with contextlib.suppress(queue.Empty):
-                typed = self._lines.get(timeout=timeouts.TYPED_CHECK_INTERVAL_S)
+                typed = self.lines.get(timeout=timeouts.TYPED_CHECK_INTERVAL_S)
         if typed.line is None:
             raise EOFError("the input has ended")
         return typed.line
@@ -245,18 +247,11 @@ class Keyboard:
 
     def let_go(self) -> None:
         self._is_let_go = True
-        self._lines.put(None)
-
-    def take(self, message: ToDebugger) -> None:
-        """Called by the reading thread with what the kernel has for the debugger."""
-        if isinstance(message, Typed):
-            self._lines.put(message)
-        else:
-            self.look(message)
+        self.wake()
 
     def wake(self) -> None:
         """Let the thread that waits for a line see an interrupt: no SIGINT reaches any but the main one."""
-        self._lines.put(None)
+        self.lines.put(None)
 
     # -------------------------------------------------------------- input()
     def input(self, prompt: object = "", *, is_secret: bool = False) -> str:

@@ -74,7 +74,7 @@ LoadPayload = Callable[[list[int]], Payload]
 def prepare() -> None:
     import cloudpickle  # noqa: F401  # ranks need it at once
 
-    environment.find_pools()
+    environment.pools()
     environment.memory_to_keep()
     process_group.find_backends()
     main_module.get_ipython()

@@ -215,19 +215,12 @@ def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | 
 
 def describe(obj: Any) -> str:
     """Return the kind of an object in plain words, such as ``a thread lock``."""
-    kind = type(obj)
-    known = {"lock": "a thread lock", "RLock": "a thread lock", "_io.TextIOWrapper": "an open file"}
-    name = (
-        kind.__name__
-        if kind.__module__ in ("builtins", "_thread", "__main__")
-        else f"{kind.__module__}.{kind.__name__}"
-    )
-    if name in known:
-        return known[name]
     if isinstance(obj, io.IOBase):
         return "an open file"
-    if isinstance(obj, types.GeneratorType):
-        return "a generator"
+    kind = type(obj)
+    if kind.__module__ == "_thread":
+        return f"a thread {kind.__name__.removeprefix('R').lower()}"
+    name = kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 

@@ -965,7 +965,6 @@ def test_a_fresh_cell_has_ranks_of_its_own(kernel: Kernel) -> None:
 
 
 def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
-    kernel.run("from nblaunch.notebook import cells\n(cut := cells.paused()).__enter__()  # by an interrupt").check()
     kernel.run("import textwrap\ntextwrap.TextWrapper.x = False\n%distributed auto on").check()
     try:
         assert "[rank 1] 2" in kernel.run("automatic = 2 * rank\nautomatic").check().text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ def chart(series: dict[int, list[Point]], title: str = "loss") -> ET.Element:
     return ET.fromstring(line_chart(series, mean_of(series), title))
 
 
-def summary_of(name: str, series: dict[int, list[Point]]) -> Summary:
+def summary_of(name: str, series: Mapping[int, Sequence[Point]]) -> Summary:
     ((summary,),) = summarise({name: series}, [[name]], {}, ())
     return summary
 

@@ -6,6 +6,7 @@ import base64
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -155,7 +156,7 @@ def text_of(record: Record) -> str:
     return as_text(as_html(record))
 
 
-def measured(metrics: dict[str, dict[int, list[Point]]]) -> Record:
+def measured(metrics: Mapping[str, Mapping[int, Sequence[Point]]]) -> Record:
     return replace(FINISHED, metrics=metrics, charts=[[name] for name in metrics])
 
 
