@@ -18,6 +18,7 @@ from typing import Any
 
 _RECORD = "named_resources"
 """The file in the scratch directory of a launch: a line for each block or semaphore that a rank has created."""
+_FILES = {"shared_memory": "/dev/shm/{}", "semaphore": "/dev/shm/sem.{}"}
 
 
 def tracker() -> int:
@@ -52,7 +53,7 @@ def record_created(folder: str) -> None:
 
     def note(kind: str, name: str) -> None:
         with contextlib.suppress(OSError), open(record, "a") as file:  # a full disk, or the launch has ended
-            file.write(f"{kind} {name}\n")
+            file.write(f"{kind} {_inode(kind, name)} {name}\n")
 
     kind.__init__, module.register = recorded_begin, recorded_register
 
@@ -65,7 +66,16 @@ def remove_created(folder: str) -> None:
         return
     module: Any = resource_tracker
     for line in lines:
-        kind, name = line.split(" ", 1)
-        with contextlib.suppress(OSError):  # removed already
-            module._CLEANUP_FUNCS[kind](name)
-            resource_tracker.unregister(name, kind)
+        kind, inode, name = line.split(" ", 2)
+        if _inode(kind, name) == int(inode):  # else another has made it again
+            with contextlib.suppress(OSError):  # removed already
+                module._CLEANUP_FUNCS[kind](name)
+                resource_tracker.unregister(name, kind)
+
+
+def _inode(kind: str, name: str) -> int:
+    """Return the number of a block's file; 0 where the system shows no files of blocks."""
+    try:
+        return os.stat(_FILES[kind].format(name.lstrip("/"))).st_ino
+    except OSError:
+        return 0

@@ -101,3 +101,14 @@ def test_a_rank_may_unlink_shared_memory_of_another() -> None:
     block = SharedMemory(name, create=True, size=10)  # the name is the notebook's now
     block.close()
     block.unlink()
+
+
+def unlink_and_make_again() -> str:
+    block = SharedMemory(create=True, size=10)
+    block.unlink()
+    Path("/dev/shm", block.name).touch()  # as a program that is none of the launch's
+    return block.name
+
+
+def test_a_block_that_another_program_has_made_again_stays() -> None:
+    Path("/dev/shm", quiet(unlink_and_make_again, num_processes=1)[0]).unlink()
