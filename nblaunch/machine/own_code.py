@@ -133,5 +133,6 @@ def _paths_of(package: str) -> Iterator[tuple[str, str]]:
     if is_installed(root):
         return
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__", "node_modules")))
+        inner = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]
+        folders[:] = sorted(name for name in inner if not os.path.exists(os.path.join(place, name, "pyvenv.cfg")))
         yield from ((os.path.join(place, name), root) for name in sorted(names) if name.endswith(".py"))

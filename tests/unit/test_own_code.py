@@ -73,10 +73,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "alone.py").write_text("A = 1")
     package = tmp_path / "owned"
-    (package / "inner").mkdir(parents=True)
-    (package / "__pycache__").mkdir()
-    for name in ("__init__.py", "used.py", "unused.py", "inner/__init__.py", "data.txt", "__pycache__/x.py"):
-        (package / name).write_text("")
+    own = ("__init__.py", "used.py", "unused.py", "inner/__init__.py")
+    for name in (*own, "data.txt", "__pycache__/x.py", "venv/pyvenv.cfg", "venv/lib/library.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
     return tmp_path
 
 
