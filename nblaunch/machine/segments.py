@@ -51,6 +51,20 @@ class Draft:
         self.fd, self._reader = fd, reader
         """Opened while the file had a name: /proc, which could open it again, may be missing."""
 
+    def write(self, data: bytes | bytearray | memoryview, offset: int) -> int:
+        """Write all of it there; return the offset behind it."""
+        view = memoryview(data).cast("B")
+        try:
+            while view:  # Python handles signals between chunks
+                written = os.pwrite(self.fd, view[:_CHUNK_BYTES], offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            if error.errno == errno.ENOSPC and self._reader is not None:
+                folder = tempfile.gettempdir()
+                error.strerror = f"{error.strerror} in {folder}: free space there, or set TMPDIR to another directory"
+            raise
+        return offset
+
     def seal(self) -> int:
         """Return a descriptor that nothing can be written through. Root could still reopen a file on disk."""
         if self._reader is None:
@@ -203,9 +217,7 @@ def _write_segment(regions: Sequence[Region]) -> list[Placed]:
     try:
         os.ftruncate(draft.fd, size)
         for region, offset in zip(regions, offsets, strict=True):
-            view, done = region.view(), 0
-            while done < region.size:  # Python handles signals between chunks
-                done += os.pwrite(draft.fd, view[done : done + _CHUNK_BYTES], offset + done)
+            draft.write(region.view(), offset)
         fd = draft.seal()
     except BaseException:
         draft.close()

@@ -205,12 +205,10 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 # ------------------------------------------------------------------ blobs
 def write_blob(*parts: bytes | bytearray | memoryview) -> int:
     """Return a descriptor of an anonymous, sealed file that holds these bytes."""
-    draft = segments.create_file()
+    draft, end = segments.create_file(), 0
     try:
         for part in parts:
-            view = memoryview(part).cast("B")
-            while view:
-                view = view[os.write(draft.fd, view[: 1 << 30]) :]
+            end = draft.write(part, end)
         return draft.seal()
     except BaseException:
         draft.close()

@@ -257,13 +257,16 @@ def test_a_blob_that_cannot_be_written_leaves_no_descriptor(monkeypatch: pytest.
         made.append(create(*args))
         return made[-1]
 
-    def full(fd: int, data: object) -> None:
+    def full(fd: int, data: object, offset: int) -> int:
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "memfd_create", noted)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
-        with pytest.raises(OSError, match="no space left"):
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"no space left$"):
+            write_blob(b"data")
+        patched.delattr(os, "memfd_create")
+        with pytest.raises(OSError, match=r"no space left in /\S+: free space there, or set TMPDIR"):
             write_blob(b"data")
     assert not is_open(made[0])
 
