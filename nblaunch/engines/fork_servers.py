@@ -197,7 +197,7 @@ class ForkServer:
             try:
                 self.hello = self._wait_for_hello()
             except (StartError, OSError, ValueError) as error:  # of the last two: another thread has retired it
-                self.problem = str(error)
+                self.problem, self.is_awaited = str(error), False
                 self.stop()
                 raise StartError(self.problem) from None
             self.is_awaited = self.is_awaited and not self.hello.problem

@@ -90,12 +90,11 @@ def pidfd(pid: int) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    with contextlib.suppress(PermissionError):  # another user's
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
     return True
 
 
