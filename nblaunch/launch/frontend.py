@@ -6,10 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from nblaunch.engines.protocol import Workers
 from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
@@ -45,10 +44,8 @@ class Frontend:
     def cells(self) -> list[CellSource]:
         return []
 
-    def show_session(
-        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
-    ) -> None:
-        """Show a session from now until it is stopped; `env` is the environment of its ranks."""
+    def show_session(self, state: Callable[[], SessionState]) -> None:
+        """Show a session from now until it is stopped."""
 
     def forget_thread(self) -> None:
         """Release what the frontend holds for the calling thread, which is about to end."""

@@ -30,6 +30,7 @@ from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionStat
 from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
 from nblaunch.machine.arguments import named_arguments, seconds
+from nblaunch.machine.processes import alive
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError
@@ -72,7 +73,7 @@ class Session:
             self._ranks.start()
             questions.ask(self._ranks, Question("names"))
             _register(self, True)
-            host().show_session(self.state, self._ranks.plan.env, lambda: self._ranks.group.workers)
+            host().show_session(self.state)
             if self._idle_timeout is not None:
                 threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
         except BaseException:  # an interrupt, too: the user gets no session
@@ -364,16 +365,12 @@ class Session:
     def state(self) -> SessionState:
         ranks = self._ranks
         running, *queued = [label or "a question" for label in ranks.queue.labels] or [""]
-        of_ranks = [
-            RankHolding(
-                rank,
-                0 if rank in ranks.absent else ranks.group.members[rank].pid,
-                len(names),
-                sum(each.size for each in names),
-                ranks.plan.places[rank].host,
-            )
-            for rank, names in enumerate(ranks.bound)
-        ]
+        of_ranks = []
+        for rank, names in enumerate(ranks.bound):
+            pid, host = 0 if rank in ranks.absent else ranks.group.members[rank].pid, ranks.plan.places[rank].host
+            if pid and not host and not alive(pid):  # it has died since the last task
+                pid = 0
+            of_ranks.append(RankHolding(rank, pid, len(names), sum(each.size for each in names), host))
         idle = 0.0 if ranks.queue else time.monotonic() - ranks.idle_since
         return SessionState(self.name, self._ranks.plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 

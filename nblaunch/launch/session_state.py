@@ -1,7 +1,8 @@
-"""What a session is doing, for its text and its display."""
+"""What a session is doing, as text."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,8 @@ class SessionState:
         ranks = f"session {self.name}: {self.size} on {self.device}"
         if not self.is_open:
             return f"{ranks}, stopped"
-        doing = f"busy: {self.running}" if self.running else f"idle for {self.idle:.0f} s"
+        since = time.strftime("%H:%M", time.localtime(time.time() - self.idle))  # a saved notebook shows it for long
+        doing = f"busy: {self.running}" if self.running else f"idle since {since}"
         return f"{ranks}, {doing}{f', {len(self.queued)} more queued' if self.queued else ''}"
 
     def dead_line(self, rank: int) -> str:

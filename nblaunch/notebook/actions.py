@@ -266,8 +266,8 @@ def _start(shell: Any, name: str = DEFAULT_NAME, output: str | None = None, **op
     if output is not None:
         shell.user_ns[output] = started
     frontend = host()
-    shows_html = isinstance(frontend, NotebookFrontend) and frontend.shows_html()
-    return "" if shows_html else started.status()
+    is_shown = isinstance(frontend, NotebookFrontend) and frontend.can_update()
+    return "" if is_shown else started.status()
 
 
 @command("session status", _NAME)

@@ -9,13 +9,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ipykernel.iostream import OutStream
 
 from nblaunch.engines.current import engine
-from nblaunch.engines.protocol import Workers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.frontend import Frontend, view_choice, wait_in_steps
@@ -23,7 +22,7 @@ from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import Stream, View
 from nblaunch.machine.server_cells import runs_on_server
-from nblaunch.notebook.cell_display import SessionDisplay
+from nblaunch.notebook.cell_display import show_session
 from nblaunch.notebook.cells import goes_to_session, paused
 from nblaunch.notebook.panel import PanelView, settle_panels
 from nblaunch.notebook.shell_channel import ShellChannel
@@ -54,7 +53,7 @@ class NotebookFrontend(Frontend):
     def writer(self) -> Callable[[str, Stream], None]:
         return _cell_writer() if hasattr(self.shell, "kernel") else plain_writer()
 
-    def shows_html(self) -> bool:
+    def can_update(self) -> bool:
         """Return True if a page shows this cell's output, also later, and the user has not chosen text."""
         kernel = getattr(self.shell, "kernel", None)
         return kernel is not None and not runs_on_server(kernel) and view_choice("auto") == "auto" and can_show_panels()
@@ -81,11 +80,9 @@ class NotebookFrontend(Frontend):
         self._cells = found  # only now: launches in the background ask from their own threads
         return found
 
-    def show_session(
-        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
-    ) -> None:
-        if self.shows_html():
-            SessionDisplay(self.shell, state, env, workers).start()
+    def show_session(self, state: Callable[[], SessionState]) -> None:
+        if self.can_update():
+            show_session(self.shell, state)
 
     def can_type(self) -> bool:
         """Return True if this cell's page takes input: papermill, nbconvert and ``%%capture`` do not."""

@@ -8,10 +8,9 @@ import re
 import signal
 
 from playwright.sync_api import TimeoutError as TooLateError
-from playwright.sync_api import expect
 
 from tests.browser.conftest import Lab, keep_picture
-from tests.conftest import LONG, eventually
+from tests.conftest import eventually
 
 CELLS = (
     "%distributed session -n 2",
@@ -41,20 +40,18 @@ def tab_offers(lab: Lab, begun: str, *names: str) -> bool:
 def test_a_session_shows_its_values_queue_names_and_deaths(lab: Lab) -> None:
     lab.page.set_viewport_size({"width": 1280, "height": 2400})  # JupyterLab removes cells that are out of sight
     lab.run("import torch", *CELLS)
-    display = lab.page.locator(".jp-RenderedHTML", has_text="2 ranks on cpu")
-    display.get_by_text("runs Cell In[5]").wait_for()
+    display = lab.page.locator(".jp-RenderedText", has_text="2 ranks on cpu")
+    display.get_by_text("busy: Cell In[5]").wait_for()
     record = lab.page.locator(".jp-RenderedHTML", has_text="Cell In[4], session main")
     for value in ("tensor([1., 1., 1.])", "tensor([2., 2., 2.])"):
         record.get_by_text(value).wait_for(state="attached")
-    queued = expect(display.get_by_text("queued: "))
-    queued.to_have_text(["queued: Cell In[6]", "queued: Cell In[7]"], timeout=LONG * 1000)
+    display.get_by_text("2 more queued").wait_for()
 
     lab.title = "Cell In[5]"  # the cell before keeps its panel if it took long
     lab.log_says("waiting")
     lab.button("Stop").first.click()  # the kernel runs Cell In[7], which waits
     lab.wait_for_state("stopped")
-    display.get_by_text("idle, pid").first.wait_for()
-    queued.to_have_count(0, timeout=LONG * 1000)
+    display.get_by_text("cpu, idle since").wait_for()
 
     lab.page.locator(".jp-CodeCell").last.locator(".cm-content").click()
     lab.page.keyboard.press("Control+End")
@@ -62,11 +59,10 @@ def test_a_session_shows_its_values_queue_names_and_deaths(lab: Lab) -> None:
     eventually(lambda: tab_offers(lab, "only_in_r", "only_in_ranks_1", "only_in_ranks_2"))
     lab.page.keyboard.press("Escape")
 
-    (pid,) = re.findall(r"rank 1\s*\w+, pid (\d+)", display.inner_text())
+    (pid,) = re.findall(r"rank 1: pid (\d+)", display.inner_text())
     os.kill(int(pid), signal.SIGKILL)
     display.get_by_text("`%distributed session restart --rank 1` restarts it").wait_for()
-    assert re.search(r"rank 0\s*\w+, pid", display.inner_text())
-    assert re.search(r"rank 1\s*dead", display.inner_text())
+    assert re.search(r"rank 0: pid .*\n *rank 1: dead", display.inner_text())
     display.scroll_into_view_if_needed()
     keep_picture(lab.page, "session-jupyterlab.png")
     lab.server.end_kernels()  # and the session with its kernel

@@ -39,7 +39,7 @@ def contents(page: Page, rank: int) -> list[dict[str, Any]]:
 
 def shown(page: Page) -> dict[str, Any]:
     """What a launch shows; not the display of the session, which follows it."""
-    return next(data for data in reversed(page.displays) if "<b>session " not in data.get("text/html", ""))
+    return next(data for data in reversed(page.displays) if not data.get("text/plain", "").startswith("session "))
 
 
 # ------------------------------------------------------------------ what is displayed
