@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -42,8 +42,8 @@ class StepBoundaries:
     store that the ranks share, and all ranks end after the latest of these: none has begun a later one, because a rank
     that reaches a boundary first waits for all posts. That takes milliseconds, as no thread waits for its rank.
 
-    KeyboardInterrupt is raised at once, wherever the rank is, if the step takes too long, if another rank has left the
-    run, and at the second interrupt: in a launch the kernel kills the ranks then.
+    KeyboardInterrupt is raised at once, wherever the rank is, if the step takes too long, and at the second interrupt:
+    in a launch the kernel kills the ranks then.
 
     In a rank of torchrun or srun, and in another thread than the main one, interrupts are not deferred.
     """
@@ -64,7 +64,6 @@ class StepBoundaries:
         self._begun, self._longest = time.monotonic(), 0.0
         self._owner, self._main = os.getpid(), threading.get_ident()
         self._undo: Callable[[], object] | None = None
-        self._store: Any = None
 
     def __enter__(self) -> StepBoundaries:
         context = current()
@@ -82,15 +81,10 @@ class StepBoundaries:
                 self._undo = lambda: signal.signal(signal.SIGINT, before)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()  # first: no late signal
         if self._undo is not None:
             self._undo()
-            has_ended_together = self._last is not None and self._position > self._last
-            if kind is not None and not has_ended_together:
-                self._post_that_it_left()
 
     # ------------------------------------------------------------------ in the loop
     def reach(self) -> None:
@@ -145,8 +139,7 @@ class StepBoundaries:
         self._settled.set()
         limit = min(max(STOP_STEP_S, 2 * self._longest), MAX_STOP_STEP_S)
         while self._last is not None and not self._ended.wait(10 * STOP_POLL_S):
-            is_late = time.monotonic() > self._asked_at + limit and not self.is_saving
-            if is_late or self._has_lost_a_rank():
+            if time.monotonic() > self._asked_at + limit and not self.is_saving:
                 break
         self._is_over = True
         while not self._ended.is_set():
@@ -163,22 +156,7 @@ class StepBoundaries:
         store = shared.clone()  # the main thread may wait in the other one
         keys = [f"{self._key}/{rank}" for rank in range(world().size)]
         store.set(keys[world().rank], str(own))
-        self._store = store
         while not store.check(keys):
-            is_late = time.monotonic() > self._asked_at + STOP_AGREEMENT_S
-            if self._ended.wait(STOP_POLL_S) or is_late or self._has_lost_a_rank():
+            if self._ended.wait(STOP_POLL_S) or time.monotonic() > self._asked_at + STOP_AGREEMENT_S:
                 return None
         return max(int(store.get(key)) for key in keys)
-
-    def _has_lost_a_rank(self) -> bool:
-        try:
-            return self._store is not None and bool(self._store.check([f"{self._key}/left"]))
-        except Exception:  # noqa: BLE001  # the store's process has ended
-            return True
-
-    def _post_that_it_left(self) -> None:
-        """Tell the other ranks, which may be interrupted now, that this one reaches no further boundary."""
-        if world().is_shared and has_group():
-            with contextlib.suppress(Exception):  # best effort: must never hide the error that ends the run
-                store: Any = dist.distributed_c10d._get_default_store()
-                store.set(f"{self._key}/left", "1")
