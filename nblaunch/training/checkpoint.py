@@ -113,14 +113,13 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------ files
-def write(state: Mapping[str, Any], path: Path) -> None:
+def write(state: Any, path: Path) -> None:
     """Write a file atomically: a failed write leaves the previous file and no temporary one."""
     with replaced(path) as scratch:
         save(state, scratch)
 
 
 def save(state: Any, path: Path) -> None:
-    """Call ``torch.save``."""
     try:
         torch.save(state, path)
     except RuntimeError as error:
@@ -151,8 +150,19 @@ def replaced(path: Path) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
-def read(path: Path, *, mmap: bool = False, weights_only: bool = True) -> dict[str, Any]:
-    """Read what `write` saved, to the CPU. With `weights_only` loading executes no code."""
+def read(
+    path: Path,
+    *,
+    mmap: bool = False,
+    weights_only: bool = True,
+    if_code: str = "Keep only numbers, strings and tensors in the states of the optimizer, schedule and callbacks",
+    if_damaged: str = "remove it to resume from the checkpoint before, if there is one, or use resume=False to train "
+    "from the start",
+) -> dict[str, Any]:
+    """Read what `write` saved, to the CPU. With `weights_only` loading executes no code.
+
+    The default advice is for the checkpoints of a Trainer.
+    """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except FileNotFoundError:
@@ -162,14 +172,8 @@ def read(path: Path, *, mmap: bool = False, weights_only: bool = True) -> dict[s
         ) from None
     except Exception as error:
         if found := _refused(error):
-            raise ArgumentError(
-                f"{path} holds {found}, which runs code when it is loaded. If you trust the folder, use "
-                "load_state(..., weights_only=False)"
-            ) from error
-        raise RuntimeError(
-            f"{path} is damaged: remove it to resume from the checkpoint before, if there is one, or use "
-            "resume=False to train from the start"
-        ) from error
+            raise ArgumentError(f"{path} holds {found}, which runs code when it is loaded. {if_code}") from error
+        raise RuntimeError(f"{path} is damaged: {if_damaged}") from error
     return state
 
 
@@ -356,12 +360,6 @@ class SavedStates:
     def _write(self, state: dict[str, Any], target: Path) -> None:
         if target.exists() and not target.is_dir():
             raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
-        for kind in ("optimizer", "scheduler", "object"):  # a warning now, not only when the state is needed
-            if found := code_in(state[kind]):
-                warn(
-                    f"save_state: the state of an {kind} holds {found}, which runs code when it is loaded: load_state "
-                    "will need weights_only=False. Better keep numbers, strings and tensors in the state"
-                )
         write(state, target / STATE_FILE)
 
     def collect(self) -> dict[str, Any]:
@@ -376,6 +374,12 @@ class SavedStates:
         def add() -> None:
             for kind, things in self._things().items():
                 state[kind] = [whole[id(thing)] if id(thing) in whole else thing.state_dict() for thing in things]
+                if kind != "model" and (found := code_in(state[kind])):  # now, not only when the state is needed
+                    warn(
+                        f"the saved state of the {kind} holds {found}, which runs code when it is loaded: load_state "
+                        "will need weights_only=False, and a Trainer cannot resume from it. Better keep numbers, "
+                        "strings and tensors in the state"
+                    )
             scaler = self.gradients.scaler
             ranks = [own for _, own in parts]
             state.update(kinds=kinds, scaler=None if scaler is None else scaler.state_dict(), ranks=ranks)
@@ -434,7 +438,9 @@ class SavedStates:
                 )
                 raise ArgumentError(f"{source}: {there}")
             mmap = bool(self._divided("model"))  # each rank copies its part only
-            state.update(read(folder / STATE_FILE, mmap=mmap, weights_only=weights_only))
+            trust = "If you trust the folder, use load_state(..., weights_only=False)"
+            advice = {"if_code": trust, "if_damaged": "load a state from another folder"}
+            state.update(read(folder / STATE_FILE, mmap=mmap, weights_only=weights_only, **advice))
             if "kinds" not in state:
                 raise ArgumentError(f"{source}: save_state did not write its {STATE_FILE}")
 

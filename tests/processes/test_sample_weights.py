@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from nblaunch import notebook_launcher
-from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer
+from nblaunch.training import Accelerator, ExactDistributedSampler, TrainConfig, Trainer, shard
 from tests.processes.trained import Stream, fitted
 
 pytestmark = pytest.mark.usefixtures("imported_ahead", "quiet")
@@ -69,6 +69,24 @@ def looped(size: int) -> Tensor:
 
 def test_a_loop_of_ones_own_can_weigh_by_samples() -> None:
     assert apart(of_ranks(3, lambda: looped(8))[0], looped(24)) < 1e-12
+
+
+def plain() -> Tensor:
+    """The weights after torch's own loop."""
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        for at, target in shard(DataLoader(lines(48), 8)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(at), target).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return weights(model)
+
+
+def test_even_batches_give_the_bits_of_plain_ddp() -> None:
+    own, theirs = of_ranks(2, lambda: trained(DataLoader(lines(48), 8), 2, 8), plain)
+    assert torch.equal(own[:-3], theirs)  # without the losses
 
 
 def test_ranks_end_with_the_weights_of_one_big_batch() -> None:

@@ -401,7 +401,7 @@ def test_a_damaged_or_missing_state_is_refused(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "state"
     run.accelerator.save_state(path)
     (path / "state.pt").write_bytes(bytes(100))
-    with pytest.raises(RuntimeError, match=r"state\.pt is damaged"):
+    with pytest.raises(RuntimeError, match=r"state\.pt is damaged: load a state from another folder"):
         run.accelerator.load_state(path)
     torch.save({"epoch": 3}, path / "state.pt")
     with pytest.raises(ArgumentError, match=r"save_state did not write its state\.pt"):
@@ -472,7 +472,7 @@ def test_registered_objects_are_saved_in_order(tmp_path: Path) -> None:
 def test_objects_that_need_code_are_a_warning_at_once(tmp_path: Path) -> None:
     accelerator, counter = Accelerator(compute_setup="cpu"), Counter(Odd())
     accelerator.register_for_checkpointing(counter)
-    with pytest.warns(UserWarning, match=r"of an object holds .*Odd, which runs code.*weights_only"):
+    with pytest.warns(UserWarning, match=r"of the object holds .*Odd, which runs code.*weights_only"):
         accelerator.save_state(tmp_path / "state")
     with pytest.raises(ArgumentError, match=r"state.pt holds .*Odd.*If you trust the folder.*weights_only"):
         accelerator.load_state(tmp_path / "state")

@@ -248,14 +248,40 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "missing") == []
 
 
-def test_a_file_system_without_links_has_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_the_best_and_the_latest_are_one_file_where_it_can_be(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*paths: Any) -> None:
         raise PermissionError("no links here")
 
-    monkeypatch.setattr(os, "link", refuse)
-    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    folder, latest = checkpoint.CheckpointFolder(tmp_path, keep=1), tmp_path / "step-2.pt"
     folder.write({"step": 2}, 2, is_best=True)
-    assert checkpoint.read(folder.best) == checkpoint.read(tmp_path / "step-2.pt") == {"step": 2}
+    assert checkpoint.read(folder.best) == checkpoint.read(latest) == {"step": 2}
+    assert folder.best.samefile(latest) is links
+
+
+def test_two_processes_that_write_one_file_leave_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.pt"
+    with checkpoint.replaced(path) as first:
+        first.write_text("first")
+        monkeypatch.setattr(os, "getpid", os.getppid)
+        with checkpoint.replaced(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["state.pt"]
+
+
+def test_a_state_that_cannot_be_read_again_is_a_warning_at_once(tmp_path: Path) -> None:
+    data, one = TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), of_width(2, tmp_path)
+    one.optimizer.param_groups[0]["lr"] = np.float64(0.01)
+    with pytest.warns(UserWarning, match=r"state of the optimizer holds numpy.* a Trainer cannot resume from it"):
+        one.fit(data)
+    with pytest.raises(ArgumentError, match=r"step-1\.pt holds numpy.*code.*states of the optimizer, schedule and"):
+        of_width(2, tmp_path, epochs=2).fit(data)
 
 
 def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None:
