@@ -82,16 +82,21 @@ def prepare() -> None:
 
 
 def forget_finalizers() -> None:
-    """Keep ranks from undoing the preload's set-up at exit: torch takes 25 ms to deregister its operators."""
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+    """Keep ranks from undoing the preload's set-up at exit: torch takes 25 ms to deregister its operators.
+
+    A rank without finalizers of its own does not even look through those, which would copy the pages they are on.
+    """
+    finalize: Any = weakref.finalize
+    for finalizer in finalize._registry:
         finalizer.atexit = False
+    atexit.unregister(finalize._exitfunc)
+    finalize._registered_with_atexit = False  # the rank's own register it again
 
 
 def _forget_the_notebooks_exit() -> None:
     """Drop the notebook's exit functions: saving its history, ending its workers, removing its files."""
     atexit._clear()
     forget_finalizers()
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the rank's own finalizers must register it again
     util: Any = multiprocessing.util  # typeshed leaves out what follows
     util._finalizer_registry.clear()  # as multiprocessing does in its own children
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
