@@ -95,6 +95,7 @@ class DebugConsole:
         paused_s: How long debuggers were open, in all attempts: time limits do not count it.
         has_quit: The user has ended the task by quitting a debugger.
         has_examined: The user has closed the debugger of an exception.
+        prompt: What the console waits for now.
         on_step: Called by `step` and `end`, in the supervisor's thread, without the lock.
     """
 
@@ -109,6 +110,7 @@ class DebugConsole:
         self.debugging = debugging or Debugging()
         self.has_quit = self.has_examined = False
         self.paused_s = 0.0
+        self.prompt: Prompt | None = None
         self.on_step: Callable[[], None] = lambda: None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Wakes `wait`. No Condition: a KeyboardInterrupt in its Python code would leave the lock locked."""
@@ -128,7 +130,6 @@ class DebugConsole:
         self._looks: dict[int, float] = {}
         """When a look at a rank was asked for."""
         self._unshown: list[str] = []
-        self._prompt: Prompt | None = None
         self._task = 0
         self._outgoing: deque[tuple[int, ToDebugger]] = deque()
         self._wake: Callable[[], None] = lambda: None
@@ -158,7 +159,9 @@ class DebugConsole:
     def _take_from(self, open_here: list[_OpenDebugger], message: FromDebugger) -> None:
         top = open_here[-1]
         if isinstance(message, Printed):
-            text = _with_labels(message.text, self._sources)
+            text = message.text
+            for filename, source in self._sources.items():
+                text = text.replace(filename, source.label or filename)
             if top.is_called:
                 top.answer.append(text)
             elif message.rank == self._front:
@@ -284,9 +287,9 @@ class DebugConsole:
         """Choose the rank in front, and set its prompt. Requires the lock."""
         asked = self._choose_asked()
         if asked is None:
-            self._prompt = None
-        elif self._prompt is None or self._prompt.asked is not asked:
-            self._prompt = Prompt(asked, f"(rank {asked.rank} of {self._world_size}) {asked.prompt}")
+            self.prompt = None
+        elif self.prompt is None or self.prompt.asked is not asked:
+            self.prompt = Prompt(asked, f"(rank {asked.rank} of {self._world_size}) {asked.prompt}")
         if self._news.empty():
             self._news.put(None)
 
@@ -309,11 +312,6 @@ class DebugConsole:
         front[-1].held.clear()
         return front[-1].asked
 
-    @property
-    def prompt(self) -> Prompt | None:
-        with self._lock:
-            return self._prompt
-
     def wait(self, seconds: float) -> None:
         with suppress(queue.Empty):
             self._news.get(timeout=seconds)
@@ -322,7 +320,7 @@ class DebugConsole:
     def type(self, prompt: Prompt, line: str | None) -> None:
         """Take the line (None: the end of the input) for a prompt. No effect if the prompt has ended."""
         with self._lock:
-            if self._prompt is not prompt or self._front is None:
+            if self.prompt is not prompt or self._front is None:
                 return
             rank = self._front
             top = self._open[rank][-1]
@@ -338,10 +336,11 @@ class DebugConsole:
 
     def _is_ours(self, line: str) -> bool:
         """Obey a command of the console; return False if the line is the debugger's."""
-        self._prompt = None  # whatever happens, ask again
+        self.prompt = None  # whatever happens, ask again
         if line == "ranks":
             for rank in range(self._world_size):
-                self._show(f"rank {rank} {self._state_of(rank)}\n")
+                left = (self._left[rank] or "has returned") if rank in self._left else "runs"
+                self._show(f"rank {rank} {stack[-1].state if (stack := self._open.get(rank)) else left}\n")
         elif found := re.fullmatch(r"rank\s+(\d+)", line):
             self._turn_to(int(found[1]))
         elif found := re.fullmatch(r"all\s+([^=(].*)", line):
@@ -349,11 +348,6 @@ class DebugConsole:
         else:
             return False
         return True
-
-    def _state_of(self, rank: int) -> str:
-        if stack := self._open.get(rank):
-            return stack[-1].state
-        return (self._left[rank] or "has returned") if rank in self._left else "runs"
 
     def _turn_to(self, rank: int) -> None:
         if rank >= self._world_size:
@@ -391,10 +385,3 @@ class DebugConsole:
             self._turn_to(rank)
             self._choose()
             self._wake()
-
-
-def _with_labels(text: str, sources: Mapping[str, Source]) -> str:
-    for filename, source in sources.items():
-        if source.label:
-            text = text.replace(filename, source.label)
-    return text

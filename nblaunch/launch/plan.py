@@ -131,7 +131,8 @@ def make_plan(machines: Sequence[Machine], engine: Engine, options: Options | No
     for node, (count, machine) in enumerate(zip(counts, machines, strict=True)):
         own = {**machine.env, **options.variables}
         log_limit(own)  # as the ranks will: report an invalid value here
-        threads = options.threads_per_rank or _threads(count, machine.cpus, own)
+        users = own.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        threads = options.threads_per_rank or int(users if users.isdecimal() else 0) or max(1, machine.cpus // count)
         envs.append(_common_environment(machine, options.variables, threads, device))
         for local in range(count):
             on = f"cuda:{local % machine.gpus}" if device == "cuda" else "cpu"
@@ -187,11 +188,6 @@ def _check_descriptors(ranks: int, per_rank: int, machine: Machine) -> None:
             f"{machine.free_descriptors:,} more (ulimit -n): use fewer ranks, close files, or raise the limit before "
             "you start Jupyter"
         )
-
-
-def _threads(ranks: int, cpus: int, env: Mapping[str, str]) -> int:
-    users = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(users) if users.isdecimal() and int(users) > 0 else max(1, cpus // ranks)
 
 
 def _common_environment(machine: Machine, extra: Mapping[str, str], threads: int, device: str) -> dict[str, str]:

@@ -231,7 +231,11 @@ def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list
         with ranks.claimed(ticket, stop.is_set, stop.set, needs_ranks=False):
             dumps = _dumps(ranks, chosen, stop) if keep else {}
             try:
-                _replace(ranks, chosen)
+                try:
+                    is_of_all = ranks.group.is_over or len(set(chosen)) == ranks.plan.world_size
+                    (ranks.renew if is_of_all else partial(ranks.replace_ranks, chosen))()
+                except RankLostError:  # the reaper was killed, and every rank with it
+                    ranks.renew()
                 stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
                 if keep:
                     lost.extend(f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in dumps)
@@ -244,14 +248,6 @@ def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list
                 close_all(dumps)
 
     in_thread(work, stop, partial(ranks.said_of_queue, ticket))
-
-
-def _replace(ranks: SessionRanks, chosen: Collection[int]) -> None:
-    if not ranks.group.is_over and len(set(chosen)) < ranks.plan.world_size:
-        with contextlib.suppress(RankLostError):  # the reaper was killed, and every rank with it
-            ranks.replace_ranks(chosen)
-            return
-    ranks.renew()
 
 
 def _dumps(ranks: SessionRanks, chosen: Collection[int], stop: threading.Event) -> dict[int, list[int]]:

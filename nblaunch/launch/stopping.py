@@ -195,10 +195,6 @@ class Ladder:
     def is_given_up(self, now: float) -> bool:
         return not self.policy.kills and now >= self.begun + self.grace
 
-    @property
-    def is_by_user(self) -> bool:
-        return isinstance(self.reason, ByUser)
-
     def countdown(self, now: float, interrupts_to_kill: int) -> str:
         """Return what to show meanwhile; `interrupts_to_kill` more interrupts kill the ranks, 0: none does."""
         if self.at_once or not (self.answered or self.policy.keeps):
@@ -206,6 +202,6 @@ class Ladder:
         seconds = f"{max(0.0, self.begun + self.grace - now):.0f} s left"
         kill = "; interrupt again to kill now" * interrupts_to_kill
         if interrupts_to_kill > 1:
-            more = " more" if self.is_by_user else ""
+            more = " more" if isinstance(self.reason, ByUser) else ""
             kill = f"; interrupt {_TIMES[interrupts_to_kill]}{more} to kill now"
         return f"stopping: {seconds}{'' if self.policy.keeps else ' for checkpoints'}{kill}"

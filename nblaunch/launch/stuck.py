@@ -178,8 +178,9 @@ def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], st
         by_call.setdefault((each.begun[0].call, each.begun[0].detail, place_of(each.begun[0])), []).append(each)
     said = []
     for (_, _, place), views in by_call.items():
-        what = in_words(views[0].begun[0], place)
-        said.append(f"{_ranks(views)} {'waits' if len(views) == 1 else 'wait'} in {what}")
+        ranks = in_ranges(each.rank for each in views).replace(",", ", ")
+        who = f"rank {ranks} waits" if len(views) == 1 else f"ranks {ranks} wait"
+        said.append(f"{who} in {in_words(views[0].begun[0], place)}")
     return said
 
 
@@ -227,12 +228,6 @@ def place_of(begun: Begun, sources: Mapping[str, Source]) -> str:
     source = sources.get(begun.file)
     file = source.label if source is not None and source.label else begun.file
     return f"{file}, line {begun.line}" if file else ""
-
-
-def _ranks(views: Sequence[RankView]) -> str:
-    if len(views) == 1:
-        return f"rank {views[0].rank}"
-    return f"ranks {in_ranges(each.rank for each in views).replace(',', ', ')}"
 
 
 def waited_for(frames: Sequence[Frame], begun: Sequence[Begun], *, is_wait: bool = False) -> Begun | None:

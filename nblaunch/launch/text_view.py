@@ -204,7 +204,9 @@ class TextView(View):
         shares = fair_shares([excerpt.size for _, excerpt in blocks], _MAX_EMISSION_BYTES)
         for (source, excerpt), share in zip(blocks, shares, strict=True):
             excerpt.cut(share)
-            shown = excerpt.text(_gap_text(source, excerpt))
+            lines = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)}"
+            where = f"; see {source.where}" if source.where else ""
+            shown = excerpt.text(f"… {lines} ({in_words(excerpt.left_bytes)}) omitted{where} …")
             text["err" if source.stream == "err" else "out"] += shown
             self._shown_bytes += len(shown.encode(errors="replace"))
         self._send(text["out"], text["err"])
@@ -296,11 +298,6 @@ def plain_writer() -> Callable[[str, Stream], None]:
 
 
 # ------------------------------------------------------------------ wording
-def _gap_text(source: _Source, excerpt: Excerpt) -> str:
-    lines = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)}"
-    return f"… {lines} ({in_words(excerpt.left_bytes)}) omitted" + (f"; see {source.where} …" if source.where else " …")
-
-
 def _metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{_one_line(name)} {number_of(name, value)}" for name, value in metrics.items())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nblaunch.launch.rank_state import RankEnd
-from nblaunch.launch.stopping import Ladder, TimedOut
+from nblaunch.launch.stopping import ByUser, Ladder, TimedOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def _by_our_hand(end: RankEnd, time_ns: int, ladder: Ladder | None) -> bool:
 
 def _by_the_user(end: RankEnd, ladder: Ladder | None) -> bool:
     """Return True if the user's interrupt ended a rank; editors signal every descendant, possibly before us."""
-    return ladder is not None and ladder.is_by_user and end.failed is not None and end.failed.kind == "interrupt"
+    is_by_user = ladder is not None and isinstance(ladder.reason, ByUser)
+    return is_by_user and end.failed is not None and end.failed.kind == "interrupt"
 
 
 def _echo(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
 from nblaunch.launch.output.log_directory import RankLogs
@@ -69,23 +67,6 @@ def test_metrics_are_in_order_of_time_across_ranks() -> None:
     metrics = Metrics(shuffled)
     assert list(metrics) == REPORTS
     assert (len(metrics), metrics[-1], metrics[:2]) == (4, REPORTS[3], REPORTS[:2])
-
-
-@given(
-    st.lists(
-        st.builds(
-            Report,
-            st.integers(0, 3),
-            st.sampled_from([1.0, 2.0, 3.0]),
-            st.none() | st.integers() | st.sampled_from([-(2**63), 2**63 - 1, 2**63, 10**30]),
-            st.dictionaries(st.sampled_from(["loss", "accuracy", "lr"]), st.floats(allow_nan=False)),
-        )
-    )
-)
-def test_columns_give_back_every_report_as_it_was(reports: list[Report]) -> None:
-    assert list(ReportList(reports)) == reports
-    assert list(Metrics(reports)) == sorted(reports, key=lambda report: report.time)
-    assert Metrics(reports)[::-2] == list(Metrics(reports))[::-2]
 
 
 def test_last_is_the_mean_over_the_ranks_that_reported_it() -> None:

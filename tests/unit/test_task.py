@@ -7,7 +7,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +25,8 @@ from nblaunch.launch.plan import make_plan
 from nblaunch.launch.run import Job, Run
 from nblaunch.launch.stopping import TimedOut
 from nblaunch.launch.task import Task
-from nblaunch.launch.views import Countdown, Logs, Note, NullView, RanksChanged, RanksPlaced, Reports, StacksShown, View
 from nblaunch.launch.views import Event as ShownEvent
+from nblaunch.launch.views import Logs, Note, NullView, RanksChanged, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, this_process
 from nblaunch.wire.channel import LostDescriptorsError
@@ -58,32 +58,20 @@ class Recorder(NullView):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.countdowns: list[str] = []
         self.states: dict[int, str] = {}
         self.pids: dict[int, int] = {}
         self.printed: dict[tuple[int, str], list[str]] = {}
-        self.records: list[tuple[int, Mapping[str, Any]]] = []
-        self.texts: Mapping[int, str] = {}
-        self.workers: list[object] = []
 
     def on(self, event: ShownEvent) -> None:
         match event:
             case Note(text):
                 self.notes.append(text)
-            case Countdown(text):
-                self.countdowns.append(text)
             case RanksChanged(changed):
                 for status in changed:
                     self.states[status.rank], self.pids[status.rank] = status.state, status.pid
             case Logs(logs):
                 for log in logs:
                     self.printed.setdefault((log.rank, log.stream), []).extend(log.lines)
-            case Reports(rank, records):
-                self.records += [(rank, record) for record in records]
-            case StacksShown(texts):
-                self.texts = texts
-            case RanksPlaced(workers):
-                self.workers.append(workers)
 
 
 class Scene:

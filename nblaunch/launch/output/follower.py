@@ -164,8 +164,6 @@ class OutputFollower:
                 self._report(log.rank, self._metrics.search(log.lines, time.time()))
 
     def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
-        if not records:
-            return
         displayed = displays_in(rank.worker, records)
         if displayed is not None:
             self._show(displayed)

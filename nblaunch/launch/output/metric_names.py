@@ -139,7 +139,8 @@ class ChartPlan:
         if leader is None:
             return is_new
         was_apart = name in self._apart
-        if _count_the_same(x, self._latest[leader]):
+        low, high = sorted((x + 1, self._latest[leader] + 1))  # both begin at 0 or 1
+        if low == high or (low > 0 and high < 2 * low):
             self._apart.discard(name)
         else:
             self._apart.add(name)
@@ -165,12 +166,6 @@ class ChartPlan:
             charts.append(Chart((first, *(name for name in others if name not in apart))))
             charts += [Chart((name,)) for name in others if name in apart]
         return sorted(charts, key=_place)
-
-
-def _count_the_same(x: float, leader: float) -> bool:
-    """Return True if x is near the step of the metric that training reports; both begin at 0 or 1."""
-    low, high = sorted((x + 1, leader + 1))
-    return low == high or (low > 0 and high < 2 * low)
 
 
 def _place(chart: Chart) -> tuple[int, str, str]:
