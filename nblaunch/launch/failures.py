@@ -27,9 +27,9 @@ from nblaunch.errors import (
     text_of,
 )
 from nblaunch.launch.frontend import host
+from nblaunch.launch.group import RankEnd
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.terminal_lines import last_lines
-from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.stopping import Account
 from nblaunch.launch.verdict import Cause

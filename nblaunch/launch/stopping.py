@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from nblaunch.engines.protocol import Log
 from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError
+from nblaunch.launch.group import RankEnd
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.stuck import StuckVerdict
 from nblaunch.launch.views import Stream
 from nblaunch.machine import timeouts

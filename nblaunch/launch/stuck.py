@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nblaunch.launch.rank_state import Rank
+from nblaunch.launch.group import Rank
 from nblaunch.launch.stacks import Frame, Place, StackFormatter, frames_of, waits_in_backward, waits_in_collective
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import Source

@@ -16,8 +16,7 @@ from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, NodeL
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
-from nblaunch.launch.group import WorkerGroup
-from nblaunch.launch.rank_state import Rank
+from nblaunch.launch.group import Rank, WorkerGroup
 from nblaunch.launch.stacks import Inspector
 from nblaunch.launch.stopping import (
     LAUNCH,

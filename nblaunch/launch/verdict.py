@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nblaunch.launch.rank_state import RankEnd
+from nblaunch.launch.group import RankEnd
 from nblaunch.launch.stopping import ByUser, Ladder, TimedOut
 
 

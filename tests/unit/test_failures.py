@@ -16,8 +16,8 @@ from nblaunch.launch.failures import (
     describe,
     headline_of,
 )
+from nblaunch.launch.group import RankEnd
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.stopping import Account
 from nblaunch.launch.views import Stream
 from nblaunch.wire.messages import Done, RankExited

@@ -14,8 +14,8 @@ import torch
 from nblaunch.engines.local import check_fork
 from nblaunch.errors import StartError
 from nblaunch.launch.failures import exception_for
+from nblaunch.launch.group import RankEnd
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.rank_state import RankEnd
 from nblaunch.launch.stopping import Account
 from nblaunch.launch.verdict import Cause
 from nblaunch.machine import inventory

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.rank_state import RankEnd
+from nblaunch.launch.group import RankEnd
 from nblaunch.launch.stopping import ByUser, Ladder, PeerFailed, Reason, TimedOut
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.wire.messages import Done, Failed, RankExited
