@@ -1,7 +1,7 @@
 """A script whose functions and classes live in ``__main__``, as those of a notebook's cells do.
 
-``python in_main.py START_METHOD CHECK...`` runs these checks with two ranks, and writes to stdout one JSON object:
-the name of each check, and "ok" or what went wrong. A spawned rank imports torch: there is one.
+``python in_main.py`` runs the checks of `CHECKS` with two ranks, and writes to stdout one JSON object: for each start
+method, the name of each check, and "ok" or what went wrong. A spawned rank imports torch: there is one.
 """
 
 from __future__ import annotations
@@ -450,17 +450,23 @@ AT_HOME: tuple[Callable[..., None], ...] = (
     a_manager_and_what_it_holds_are_shared,
     *EVERYWHERE,
 )
+CHECKS: dict[str, tuple[Callable[..., None], ...]] = {
+    "forkserver": (*ON_RANKS, *AT_HOME),
+    "spawn": ON_ONE_RANK,
+    "fork": EVERYWHERE,
+}
 
 
-def main(start_method: str, *names: str) -> None:
+def outcomes(start_method: str) -> dict[str, str]:
     ranks = 1 if start_method == "spawn" else 2
     options: dict[str, Any] = {"num_processes": ranks, "start_method": start_method, "view": "none"}
-    if start_method == "fork":
-        warnings.simplefilter("ignore")  # of a process with threads
-    came = {name: _outcome(globals()[name], **options) for name in names if globals()[name] not in ON_RANKS}
-    for of_rank in notebook_launcher(all_in_one_launch, (names,), **options):  # type: ignore[union-attr]
-        came |= {name: outcome for name, outcome in of_rank.items() if came.get(name, "ok") == "ok"}
-    sys.stdout.write(json.dumps(came))
+    checks = CHECKS[start_method]
+    came = {check.__name__: _outcome(check, **options) for check in checks if check not in ON_RANKS}
+    names = tuple(check.__name__ for check in checks if check in ON_RANKS)
+    if names:
+        for of_rank in notebook_launcher(all_in_one_launch, (names,), **options):  # type: ignore[union-attr]
+            came |= {name: outcome for name, outcome in of_rank.items() if came.get(name, "ok") == "ok"}
+    return came
 
 
 def _outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -472,4 +478,5 @@ def _outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    warnings.filterwarnings("ignore", "start_method='fork'")  # of a process with threads
+    sys.stdout.write(json.dumps({start_method: outcomes(start_method) for start_method in CHECKS}))
