@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.engines.fork_servers import servers
@@ -29,6 +27,8 @@ KINDS = ("rank", "worker", "subprocess", "session", "daemon")
 # ------------------------------------------------------------------ what ranks run
 def with_offspring(rank: int, folder: Path) -> None:
     """Start a descendant of every kind, write their pids, and block in a collective that never completes."""
+    import torch.distributed as dist
+
     write_pid(folder, rank, "rank", os.getpid())
     write_pid(folder, rank, "reaper", os.getppid())
     workers = start_worker()
@@ -49,6 +49,8 @@ def start_worker() -> Any:
 
     It sends no tensors: their files in the temporary folder outlive a worker that is killed.
     """
+    from torch.utils.data import DataLoader
+
     items: Any = range(10_000)
     workers = iter(DataLoader(items, sampler=items, num_workers=1, collate_fn=list))
     next(workers)

@@ -60,6 +60,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
+def _warm() -> None:
+    """Start no fork server: each test has its own, and a package that is installed would end this one."""
+
+
+@pytest.fixture
 def own(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     """Servers of the test's own, which import little and are built at once."""
     monkeypatch.setattr(fork_servers, "_PRELOAD", ())

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nblaunch
 from nblaunch.engines import fork_servers
-from nblaunch.engines.fork_servers import servers
+from nblaunch.engines.fork_servers import Servers
 from nblaunch.errors import CollectiveError, LaunchTimeoutError
 from nblaunch.launch.failures import describe
 from nblaunch.launch.frontend import Frontend
@@ -36,10 +36,11 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _without_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks log their collectives as with a torch before 2.14, which has no hook."""
+    own = Servers()
+    monkeypatch.setattr("nblaunch.engines.local.servers", own)
     monkeypatch.setattr(fork_servers, "_PRELOAD", ("tests.processes.without_hook", *fork_servers._PRELOAD))
-    servers.stop()
     yield
-    servers.stop()
+    own.stop()
 
 
 # ------------------------------------------------------------------ what ranks run
