@@ -28,8 +28,8 @@ from nblaunch.machine.processes import alive
 from nblaunch.machine.usage import Sampler
 from tests.conftest import eventually, state_of
 
-DATA_ELEMENTS = 25_000_000
-"""200 MB of float64, which free memory is checked for."""
+DATA_ELEMENTS = 9_000_000
+"""72 MB of float64, which free memory is checked for, and /dev/shm has no room for."""
 
 
 def fill(data: torch.Tensor, rank: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def main(folder: Path) -> None:
     with nblaunch.session(2, name="contained") as session:
         said["in a session"] = [float(part.mean()) for part in session.run(fill, data, view="none")]
         said["again"] = [float(part.mean()) for part in session.run(fill, data, view="none")]
-    said["shared"] = launched(count, multiprocessing.get_context("spawn").Lock(), bytes(100_000_000))
+    said["shared"] = launched(count, multiprocessing.get_context("spawn").Lock(), bytes(72_000_000))
     children = launched(leave_a_child)
     eventually(lambda: all(map(has_ended, children)))
     said["interrupted"] = interrupted(folder)

@@ -29,7 +29,7 @@ ALL = {
     "results": [2.0, 3.0],
     "in a session": [2.0, 3.0],
     "again": [2.0, 3.0],
-    "shared": [100_000_000, 100_000_000],
+    "shared": [72_000_000, 72_000_000],
     "interrupted": True,
     "stopped": True,
     "memory": True,
