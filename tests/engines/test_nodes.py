@@ -118,19 +118,6 @@ def test_the_first_failure_is_found_though_clocks_differ(launch: Launcher) -> No
     assert "in fail" in str(caught.value.__cause__)
 
 
-def test_modules_are_imported_ahead_on_every_node(launch: Launcher) -> None:
-    def has_module() -> bool:
-        return "tabnanny" in sys.modules
-
-    def is_there() -> bool:
-        time.sleep(2 * fork_servers.BUILD_QUIET_S)  # nothing is built while launches follow one another
-        return list(launch(has_module)) == [True, True]
-
-    assert list(launch(has_module)) == [False, False]
-    preload(["tabnanny"])
-    eventually(is_there)
-
-
 def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
     with nblaunch.session(1, **nodes) as kept:
         kept.push(weights=torch.ones(3))
@@ -302,8 +289,8 @@ def shared_folder() -> Iterator[Path]:
 def test_a_trainer_runs_and_resumes_on_both_nodes(
     nodes: dict[str, Any], cluster: Cluster, shared_folder: Path, tmp_path: Path
 ) -> None:
-    there = trained(1, shared_folder, 3, 6, view="none", **nodes)
-    here = trained(2, tmp_path / "here", 3, 6, view="none")
+    there = trained(1, shared_folder, 4, 8, view="none", **nodes)
+    here = trained(2, tmp_path / "here", 8, view="none")
     for name, value in there.model.state_dict().items():
         assert torch.equal(value, here.model.state_dict()[name])
     assert [row.pop("nodes") for row in there.history + here.history] == [2, 2, 1, 1]
@@ -312,6 +299,20 @@ def test_a_trainer_runs_and_resumes_on_both_nodes(
     assert there.history == here.history
     cluster[0].run("mkdir", "-p", str(tmp_path))
     cluster[0].run("cp", "-r", str(shared_folder), str(tmp_path / "there"))  # n2 has no such folder
-    with pytest.raises(ArgumentError, match=r"step-6.pt is not on n2: checkpoint_dir must be a folder"):
-        trained(1, tmp_path / "there", 9, view="none", **nodes)
+    with pytest.raises(ArgumentError, match=r"step-8.pt is not on n2: checkpoint_dir must be a folder"):
+        trained(1, tmp_path / "there", 12, view="none", **nodes)
     cluster[0].run("rm", "-r", str(tmp_path))
+
+
+# ------------------------------------------------------------------ last: later launches have fresh servers built
+def test_modules_are_imported_ahead_on_every_node(launch: Launcher) -> None:
+    def has_module() -> bool:
+        return "tabnanny" in sys.modules
+
+    def is_there() -> bool:
+        time.sleep(2 * fork_servers.BUILD_QUIET_S)  # nothing is built while launches follow one another
+        return list(launch(has_module)) == [True, True]
+
+    assert list(launch(has_module)) == [False, False]
+    preload(["tabnanny"])
+    eventually(is_there)
