@@ -150,11 +150,15 @@ def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     exports = f"ALL,MASTER_ADDR={address},GLOO_SOCKET_IFNAME=eth0,PATH={path}"
     with tempfile.TemporaryDirectory(dir="/var/tmp") as shared, running_kernel() as kernel:
-        kernel.run("%load_ext nblaunch\nimport torch").check()
+        kernel.run("%load_ext nblaunch").check()
         script, total = f"{shared}/train.py", Path(shared, "total")
         engine = "--engine \"slurm -p test --time=5 -o mine.out '--comment=a b'\""
         kernel.run(f"%%distributed --export {script} --sbatch --nodes 2 -n 1 --device cpu {engine}\n{body}").check()
         slurm.run("sbatch", f"--chdir={shared}", f"--export={exports}", f"{shared}/train.sbatch")
-        eventually(total.exists, 40, otherwise=lambda: [log.read_text() for log in Path(shared).glob("*.out")])
+        eventually(
+            lambda: total.exists() and total.read_text(),
+            40,
+            otherwise=lambda: [log.read_text() for log in Path(shared).glob("*.out")],
+        )
         assert total.read_text() == "1.0"
         assert [log.name for log in Path(shared).glob("*.out")] == ["mine.out"]  # the user's options replace the file's
