@@ -21,6 +21,7 @@ from tests.conftest import MARK, eventually
 from tests.engines.machines import Cluster, Machine
 
 _SMALL = ["--object-store-memory=80000000", "--include-log-monitor=false", "--disable-usage-stats"]
+_HEAD = ["--head", "--block", "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false", "--no-monitor"]
 _ENV = {"TMPDIR": "/tmp", "RAY_enable_worker_prestart": "0"}  # idle workers would only cost time
 _RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
 _OBSERVER = r"""
@@ -50,8 +51,8 @@ class RayCluster:
         host, _, port = self.address.partition(":")
         self._started: list[subprocess.Popen[bytes]] = []
         try:
-            head = ["--head", "--block", f"--node-ip-address={host}", f"--port={port}", f"--temp-dir={self.folder}"]
-            self._popen("head", *_RAY, *head, "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false", *_SMALL)
+            own = [f"--node-ip-address={host}", f"--port={port}", f"--temp-dir={self.folder}"]
+            self._popen("head", *_RAY, *_HEAD, *own, *_SMALL)
             for machine in self.machines.machines:
                 machine.run("mount", "-t", "tmpfs", "tmpfs", str(self.folder))
             eventually(lambda: "Ray runtime started" in (self.folder / "head.log").read_text(), 120, self.log)
