@@ -62,7 +62,7 @@ from nblaunch.wire.messages import (
     Swept,
     Task,
 )
-from nblaunch.wire.tables import Begun, CollectiveTable, Dropped, DropTable
+from nblaunch.wire.tables import Begun, Dropped, RankTable
 
 _OWN_THREADS = 6
 """Of this process: the rendezvous', the panel's, the cache's, pyzmq's, and two to spare. If the first is refused, torch
@@ -217,8 +217,7 @@ class LocalWorker:
         channel: Channel,
         log_dir: Path,
         reaper: Callable[[object], None],
-        drops: DropTable,
-        collectives: CollectiveTable,
+        table: RankTable,
         is_kept: bool,
     ) -> None:
         self.rank = rank
@@ -229,8 +228,7 @@ class LocalWorker:
         self.has_exited = self.is_shut = False
         self.log_dir = log_dir
         """Where its present task writes."""
-        self._reaper, self._is_kept = reaper, is_kept
-        self._drops, self._collectives = drops, collectives
+        self._reaper, self._table, self._is_kept = reaper, table, is_kept
 
     @property
     def is_open(self) -> bool:
@@ -252,7 +250,7 @@ class LocalWorker:
 
     def turn_to(self, log_dir: str) -> None:
         self.log_dir = Path(log_dir)
-        self._drops.clear(self.rank)
+        self._table.clear_dropped(self.rank)
 
     def shut(self) -> None:
         """Send no more messages: the rank reads EOF."""
@@ -270,10 +268,10 @@ class LocalWorker:
         return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
 
     def dropped(self) -> Dropped:
-        return self._drops.read(self.rank)
+        return self._table.dropped(self.rank)
 
     def collectives(self) -> Sequence[Begun]:
-        return self._collectives.read(self.rank)
+        return self._table.begun(self.rank)
 
 
 # ------------------------------------------------------------------ the ranks of a group
@@ -323,10 +321,8 @@ class LocalWorkers:
             self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)  # first: an interrupt may follow
             self._opened.callback(named_resources.remove_created, self._scratch)  # before that: the reaper may be dead
             os.mkdir(self._scratch, 0o700)
-            self._drops = DropTable(self._scratch, self._order.world_size)
-            self._opened.callback(self._drops.close)
-            self._collectives = CollectiveTable(self._scratch, self._order.world_size)
-            self._opened.callback(self._collectives.close)
+            self._table = RankTable(self._scratch, self._order.world_size)
+            self._opened.callback(self._table.close)
         except OSError as error:
             hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
             raise StartError(f"cannot create temporary files for the ranks: {error}{hint}") from error
@@ -341,7 +337,7 @@ class LocalWorkers:
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> LocalWorker:
         old = self._workers[rank]
-        self._collectives.clear(rank)
+        self._table.clear_begun(rank)
         self._unwatch(old.channel)
         old.channel.close()
         rank_file(self._order.log_dir, rank, "stacks").unlink(missing_ok=True)  # until the new process can answer
@@ -357,10 +353,22 @@ class LocalWorkers:
 
     def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
         channel, there = channel_pair()
-        tables = self._drops, self._collectives
-        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.send_to_reaper, *tables, self.is_kept)
+        log_dir = self._order.log_dir
+        worker = LocalWorker(rank, channel, Path(log_dir), self.send_to_reaper, self._table, self.is_kept)
         self._workers[rank] = worker
-        spec = self._spec(rank, env)
+        error_file = str(rank_file(log_dir, rank, "error.json"))
+        spec = RankSpec(
+            rank=rank,
+            local_rank=rank - self._ranks.start,
+            world_size=self._order.world_size,
+            local_world_size=len(self._ranks),
+            method=cast("Method", self._order.method),
+            env={**env, "TORCHELASTIC_ERROR_FILE": error_file},  # where torch's ``@record`` writes an exception
+            process=self._order.process,
+            log_dir=log_dir,
+            scratch=self._scratch,
+            is_kept=self.is_kept,
+        )
         with there:
             self.send_to_reaper(StartRank(spec), [there.fileno()])
         if spec.method == "spawn":  # a fresh interpreter does not inherit it from the reaper
@@ -368,22 +376,6 @@ class LocalWorkers:
                 channel.send(StartRank(spec))
         self._watch(channel, partial(self._read_rank, worker))
         return worker
-
-    def _spec(self, rank: int, env: Mapping[str, str]) -> RankSpec:
-        order = self._order
-        error_file = str(rank_file(order.log_dir, rank, "error.json"))
-        return RankSpec(
-            rank=rank,
-            local_rank=rank - self._ranks.start,
-            world_size=order.world_size,
-            local_world_size=len(self._ranks),
-            method=cast("Method", order.method),
-            env={**env, "TORCHELASTIC_ERROR_FILE": error_file},  # where torch's ``@record`` writes an exception
-            process=order.process,
-            log_dir=order.log_dir,
-            scratch=self._scratch,
-            is_kept=order.is_kept,
-        )
 
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
         """Send all tasks at once, unless too many descriptors are in flight: then `wait` sends the rest."""

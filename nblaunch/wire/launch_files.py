@@ -33,12 +33,8 @@ def stacks_pipe(scratch: Directory, rank: int) -> Path:
     return Path(scratch, f"rank{rank}.ask")
 
 
-def drop_flags(scratch: Directory) -> Path:
-    return Path(scratch, "drops")
-
-
-def collective_rows(scratch: Directory) -> Path:
-    return Path(scratch, "collectives")
+def rank_table(scratch: Directory) -> Path:
+    return Path(scratch, "table")
 
 
 # ------------------------------------------------------------------ the lock of a directory of a kernel or agent

@@ -1,6 +1,6 @@
-"""Tables that ranks write and the kernel reads, also while a rank hangs: files of fixed size, which a full disk takes.
+"""A table that ranks write and the kernel reads, also while a rank hangs. Its size is fixed: it needs no room later.
 
-Of the collectives, ranks map the table; they have a row for each process group, whose version number guards it against
+Ranks map it for their collectives; they have a row for each process group, whose version number guards it against
 being read while it is written. What a rank could not write, it and its forked children note by flags.
 """
 
@@ -16,7 +16,7 @@ from typing import Literal
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.processes import open_table
-from nblaunch.wire.launch_files import collective_rows, drop_flags
+from nblaunch.wire.launch_files import rank_table
 
 # ------------------------------------------------------------------ the last collective of each process group
 _ROW = struct.Struct("=Qqqq32s96s24s48s256s")
@@ -25,6 +25,9 @@ _VERSION = struct.Struct("=Q")
 ROWS = 8
 """Per rank: of the process groups that it has used last."""
 _BLOCK = _ROW.size * ROWS
+_DROPS = struct.Struct("=??xxi")
+"""The fields of `Dropped`, behind the rows."""
+_RANK_BYTES = _BLOCK + _DROPS.size
 _READS = 3
 _MAX_MEMBERS = 96
 UNKNOWN = "?"
@@ -55,17 +58,17 @@ class Begun:
         return self.call.upper() in POINT_TO_POINT
 
 
-class CollectiveTable:
-    """The rows of all ranks of a group; for the kernel, which reads them."""
+class RankTable:
+    """What all ranks of a group have begun and dropped; for the kernel, which reads it."""
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open_table(collective_rows(scratch), ranks * _BLOCK)
+        self._file = open_table(rank_table(scratch), ranks * _RANK_BYTES)  # read after the folder is removed
 
-    def read(self, rank: int) -> list[Begun]:
-        found = [row for number in range(ROWS) if (row := self._read(rank * _BLOCK + number * _ROW.size)) is not None]
-        return sorted(found, key=lambda row: -row.time_ns)
+    def begun(self, rank: int) -> list[Begun]:
+        rows = (self._begun(rank * _RANK_BYTES + number * _ROW.size) for number in range(ROWS))
+        return sorted((row for row in rows if row is not None), key=lambda row: -row.time_ns)
 
-    def _read(self, at: int) -> Begun | None:
+    def _begun(self, at: int) -> Begun | None:
         for _ in range(_READS):
             before = os.pread(self._file.fileno(), _ROW.size, at)
             (version,) = _VERSION.unpack_from(os.pread(self._file.fileno(), _VERSION.size, at))
@@ -74,8 +77,14 @@ class CollectiveTable:
                 return Begun(*fields[1:4], *map(_text, fields[4:])) if version else None
         return None
 
-    def clear(self, rank: int) -> None:
-        os.pwrite(self._file.fileno(), bytes(_BLOCK), rank * _BLOCK)
+    def dropped(self, rank: int) -> Dropped:
+        return Dropped(*_DROPS.unpack(os.pread(self._file.fileno(), _DROPS.size, rank * _RANK_BYTES + _BLOCK)))
+
+    def clear_begun(self, rank: int) -> None:
+        os.pwrite(self._file.fileno(), bytes(_BLOCK), rank * _RANK_BYTES)
+
+    def clear_dropped(self, rank: int) -> None:
+        os.pwrite(self._file.fileno(), bytes(_DROPS.size), rank * _RANK_BYTES + _BLOCK)
 
     def close(self) -> None:
         self._file.close()
@@ -88,9 +97,9 @@ class CollectiveRows:
         self._map: mmap.mmap | None = None
         self._groups: dict[str, int] = {}
         self._versions = [0] * ROWS
-        with suppress(OSError, ValueError), open(collective_rows(scratch), "rb+", buffering=0) as file:
-            self._map = mmap.mmap(file.fileno(), (rank + 1) * _BLOCK)
-        self._base, self._owner = rank * _BLOCK, os.getpid()
+        with suppress(OSError, ValueError), open(rank_table(scratch), "rb+", buffering=0) as file:
+            self._map = mmap.mmap(file.fileno(), (rank + 1) * _RANK_BYTES)
+        self._base, self._owner = rank * _RANK_BYTES, os.getpid()
 
     def clear(self) -> None:
         if self._map is not None and os.getpid() == self._owner:
@@ -145,7 +154,6 @@ def _text(field: bytes) -> str:
 
 
 # ------------------------------------------------------------------ what ranks could not write
-_DROPS = struct.Struct("=??i")
 _REASON = struct.Struct("=i")
 _LIMIT = "NBLAUNCH_MAX_LOG_BYTES"
 _MAX_LOG_BYTES = 1_000_000_000
@@ -173,28 +181,11 @@ class Dropped:
         return os.strerror(self.reason) if self.reason else _LIMIT
 
 
-class DropTable:
-    """The flags of all ranks of a launch; for the kernel."""
-
-    def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open_table(drop_flags(scratch), ranks * _DROPS.size)  # read after the folder is removed
-
-    def read(self, rank: int) -> Dropped:
-        return Dropped(*_DROPS.unpack(os.pread(self._file.fileno(), _DROPS.size, rank * _DROPS.size)))
-
-    def clear(self, rank: int) -> None:
-        """Forget what a rank has dropped: it turns to another task."""
-        os.pwrite(self._file.fileno(), bytes(_DROPS.size), rank * _DROPS.size)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class Drops:
     """The flags of one rank; for the rank and its forked children, which set them."""
 
     def __init__(self, scratch: str, rank: int) -> None:
-        self._path, self._row = drop_flags(scratch), rank * _DROPS.size
+        self._path, self._row = rank_table(scratch), rank * _RANK_BYTES + _BLOCK
 
     def note(self, kind: Literal["output", "reports"], reason: int) -> None:
         """Note that something was dropped. Never raises."""

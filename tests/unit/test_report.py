@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import nblaunch
 from nblaunch.ranks import report as reports
 from nblaunch.ranks.report import Context, Progress, current, enter, mark_best
-from nblaunch.wire.tables import Dropped, Drops, DropTable
+from nblaunch.wire.tables import Dropped, Drops, RankTable
 
 
 class Rank:
@@ -30,7 +30,7 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "rank1.spool"
         self.spool = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.drops = DropTable(str(folder), ranks=2)
+        self.table = RankTable(str(folder), ranks=2)
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
@@ -43,7 +43,7 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     enter(Context(1, 1, 2, "cpu", here.spool, str(tmp_path), Drops(str(tmp_path), 1)))
     yield here
     enter(None)
-    here.drops.close()
+    here.table.close()
     os.close(here.spool)
 
 
@@ -152,8 +152,8 @@ def test_a_full_disk_costs_the_reports_which_is_noted(rank: Rank, tmp_path: Path
     nblaunch.report(loss=0.25)
     assert list(nblaunch.progress([1, 2])) == [1, 2]
     os.close(full)
-    assert rank.drops.read(1) == Dropped(reports=True, reason=errno.ENOSPC)
-    assert rank.drops.read(0) == Dropped()
+    assert rank.table.dropped(1) == Dropped(reports=True, reason=errno.ENOSPC)
+    assert rank.table.dropped(0) == Dropped()
 
 
 def test_reports_are_written_again_once_there_is_room(rank: Rank, limit_growth: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""The tables of the ranks' collectives, and of what they drop: written by a rank, read by the kernel."""
+"""The table of the ranks' collectives, and of what they drop: written by a rank, read by the kernel."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from pathlib import Path
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.wire.tables import ROWS, Begun, CollectiveRows, CollectiveTable, Dropped, Drops, DropTable, log_limit
+from nblaunch.wire.tables import ROWS, Begun, CollectiveRows, Dropped, Drops, RankTable, log_limit
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Iterator[CollectiveTable]:
-    made = CollectiveTable(str(tmp_path), 2)
+def table(tmp_path: Path) -> Iterator[RankTable]:
+    made = RankTable(str(tmp_path), 3)
     yield made
     made.close()
 
 
-def test_the_last_collective_of_each_group_is_read(table: CollectiveTable, tmp_path: Path) -> None:
+def test_the_last_collective_of_each_group_is_read(table: RankTable, tmp_path: Path) -> None:
     rows = CollectiveRows(str(tmp_path), 1)
     first = Begun(1, 3, 100, "0", "", "allreduce", "8 float32", "<cell>")
     other = Begun(1, 4, 200, "g", "0-1", "barrier", "", "<cell>")
     later = Begun(2, 5, 300, "0", "", "broadcast", "8 float32", "é.py")
     for begun in (first, other, later):
         rows.write(begun)
-    assert table.read(1) == [later, other]
-    assert table.read(0) == []
-    table.clear(1)
-    assert table.read(1) == []
+    assert table.begun(1) == [later, other]
+    assert table.begun(0) == []
+    table.clear_begun(1)
+    assert table.begun(1) == []
 
 
-def test_a_name_that_cannot_be_encoded_leaves_the_row_readable(table: CollectiveTable, tmp_path: Path) -> None:
+def test_a_name_that_cannot_be_encoded_leaves_the_row_readable(table: RankTable, tmp_path: Path) -> None:
     CollectiveRows(str(tmp_path), 0).write(Begun(1, 2, 3, "0", file="\udc80.py"))
-    assert table.read(0) == [Begun(1, 2, 3, "0", file="?.py")]
+    assert table.begun(0) == [Begun(1, 2, 3, "0", file="?.py")]
 
 
-def test_groups_beyond_the_rows_replace_the_one_used_first(table: CollectiveTable, tmp_path: Path) -> None:
+def test_groups_beyond_the_rows_replace_the_one_used_first(table: RankTable, tmp_path: Path) -> None:
     rows = CollectiveRows(str(tmp_path), 0)
     rows.write(Begun(1, 0, 1, "0"))
     for number in range(2, 2 * ROWS, 2):
         rows.write(Begun(1, 0, number, f"group {number}"))
         rows.write(Begun(number, 0, number + 1, "0"))
-    found = [each.group for each in table.read(0)]
+    found = [each.group for each in table.begun(0)]
     assert found[:3] == ["0", f"group {2 * ROWS - 2}", f"group {2 * ROWS - 4}"]
     assert len(found) == ROWS
 
 
-def test_a_row_is_never_read_in_the_middle_of_a_write(table: CollectiveTable, tmp_path: Path) -> None:
+def test_a_row_is_never_read_in_the_middle_of_a_write(table: RankTable, tmp_path: Path) -> None:
     rows, over = CollectiveRows(str(tmp_path), 0), threading.Event()
 
     def write() -> None:
@@ -64,7 +64,7 @@ def test_a_row_is_never_read_in_the_middle_of_a_write(table: CollectiveTable, tm
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        found = [each for _ in range(2000) for each in table.read(0)]
+        found = [each for _ in range(2000) for each in table.begun(0)]
     finally:
         over.set()
         thread.join()
@@ -77,23 +77,17 @@ def test_a_table_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path) -> Non
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that is full after one page
     try:
         with pytest.raises(OSError, match="No space left"):
-            CollectiveTable(str(tmp_path), 64)
-        assert (tmp_path / "collectives").stat().st_size == 4096
+            RankTable(str(tmp_path), 64)
+        assert (tmp_path / "table").stat().st_size == 4096
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # ------------------------------------------------------------------ what is dropped
-@pytest.fixture
-def drops(tmp_path: Path) -> Iterator[DropTable]:
-    made = DropTable(str(tmp_path), ranks=3)
-    yield made
-    made.close()
-
-
-def test_a_rank_and_its_children_set_flags_of_their_own_without_room(drops: DropTable, tmp_path: Path) -> None:
-    before = (tmp_path / "drops").stat().st_size
+def test_a_rank_and_its_children_set_flags_of_their_own_without_room(table: RankTable, tmp_path: Path) -> None:
+    before = (tmp_path / "table").stat().st_size
     first, last = Drops(str(tmp_path), 0), Drops(str(tmp_path), 2)
+    CollectiveRows(str(tmp_path), 1).write(Begun(1, 2, 3))
     first.note("output", errno.ENOSPC)
     child = os.fork()
     if not child:
@@ -101,12 +95,12 @@ def test_a_rank_and_its_children_set_flags_of_their_own_without_room(drops: Drop
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     last.note("output", 0)
-    assert [drops.read(rank) for rank in range(3)] == [Dropped(True, True, errno.EDQUOT), Dropped(), Dropped(True)]
-    assert (drops.read(0).what, drops.read(0).why) == ("output and reports", os.strerror(errno.EDQUOT))
-    assert (drops.read(2).what, drops.read(2).why) == ("output", "NBLAUNCH_MAX_LOG_BYTES")
-    drops.clear(0)
-    assert not drops.read(0)
-    assert (tmp_path / "drops").stat().st_size == before
+    assert [table.dropped(rank) for rank in range(3)] == [Dropped(True, True, errno.EDQUOT), Dropped(), Dropped(True)]
+    assert (table.dropped(0).what, table.dropped(0).why) == ("output and reports", os.strerror(errno.EDQUOT))
+    assert (table.dropped(2).what, table.dropped(2).why) == ("output", "NBLAUNCH_MAX_LOG_BYTES")
+    table.clear_dropped(0)
+    assert not table.dropped(0)
+    assert (tmp_path / "table").stat().st_size == before
     Drops(str(tmp_path / "no such folder"), 0).note("output", errno.ENOSPC)
 
 
