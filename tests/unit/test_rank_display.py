@@ -143,20 +143,3 @@ def test_updates_without_end_are_bounded(spool: Path, monkeypatch: pytest.Monkey
     finish()
     assert (spool / "rank0.spool").stat().st_size < 25_000
     assert shown(spool).left_out
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"display": "show", "key": "../x", "mime": "text/plain", "text": ""},
-        {"display": "show", "key": "1-1", "mime": "text/javascript", "text": ""},
-        {"display": "show", "key": "1-1", "mime": "text/plain", "text": "", "width": "1"},
-        {"display": "show", "key": 1, "mime": "text/plain", "text": ""},
-        {"display": "show"},
-        {"display": "left_out", "count": "many"},
-        {"display": ["show"]},
-        {"display": "run"},
-    ],
-)
-def test_a_malformed_record_is_ignored(record: dict[str, Any], tmp_path: Path) -> None:
-    assert displays_in(FakeWorker(0), [record]) is None
