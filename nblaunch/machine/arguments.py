@@ -60,7 +60,6 @@ def seconds(name: str, value: Any) -> float:
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Return `value` if it is one of `choices`."""
     if value not in choices:
         raise ArgumentError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
     return cast("str", value)
@@ -89,7 +88,7 @@ def named_arguments(target: F, more: Collection[str] = ()) -> F:
                         f"{target.__name__}() has no argument {name!r}, a parameter of your function: "
                         f"pass kwargs={{{name!r}: {shown}}}"
                     )
-                raise unknown_argument(target.__name__, name, known)
+                raise UnknownArgumentError(f"{target.__name__}() {unexpected(name, known)}")
         return function(*args, **kwargs)
 
     if isinstance(target, type):
@@ -103,11 +102,6 @@ def _has_parameter(function: Any, name: str) -> bool:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False  # no function, or a builtin without a signature
-
-
-def unknown_argument(callee: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
-    """Return the error for a keyword argument that a function does not have."""
-    return UnknownArgumentError(f"{callee}() {unexpected(name, known)}")
 
 
 def unexpected(name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Collection, Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+_LIBRARIES = frozenset(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _METADATA_SUFFIXES = (".dist-info", ".egg-info", ".egg-link", ".pth")
 KNOWN_SAFE = frozenset({"PIL", "accelerate", "matplotlib", "pandas", "scipy", "sklearn", "torchvision", "transformers"})
 """Packages that are safe to import before ranks are forked; each has a test."""
@@ -29,12 +29,7 @@ def is_installed(folder: str) -> bool:
     """Return True for site-packages and the standard library, whose files are not edited between launches."""
     if os.path.basename(folder.rstrip(os.sep)) in ("site-packages", "dist-packages"):
         return True
-    return any(folder == library or folder.startswith(library + os.sep) for library in _libraries())
-
-
-@functools.cache
-def _libraries() -> frozenset[str]:
-    return frozenset(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+    return any(folder == library or folder.startswith(library + os.sep) for library in _LIBRARIES)
 
 
 def installed_path() -> list[str]:
