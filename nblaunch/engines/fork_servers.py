@@ -383,7 +383,7 @@ class Servers:
                 except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                     if last:
                         raise StartError(f"the fork server died twice: {error}") from error
-                    self.give_up(server)  # though the system may not tell of its end yet
+                    self.retire(server)  # though the system may not tell of its end yet
                 except OSError as error:  # this process, and not the server, is in trouble
                     raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
@@ -494,7 +494,7 @@ class Servers:
         kept = [each for each in others if each.where.named][-MAX_ENV_SERVERS:]
         for old in others:
             if old not in kept:
-                self._retire(old)
+                self.retire(old)
         return server
 
     def _best(self, where: Where) -> ForkServer | None:
@@ -504,28 +504,24 @@ class Servers:
         """Forget servers that have exited, and retire those of an earlier installation."""
         self._retired = [old for old in self._retired if old.alive()]
         if self._bare is not None and not self._bare.alive():
-            self._retire(self._bare)
+            self.retire(self._bare)
         for server in list(self._servers):
             if server.installed != installed_now():
                 _log.info("what is installed has changed: starting a new fork server")
                 self._left_out.clear()
-                self._retire(server)
+                self.retire(server)
             elif not (server.alive() or server.problem):  # a server that did not start stays, or launches would wait
                 self._is_started = self._is_started and server.hello is not None
-                self._retire(server)
+                self.retire(server)
 
-    def _retire(self, server: ForkServer) -> None:
+    def retire(self, server: ForkServer) -> None:
         """Let it end after its launches."""
-        self._servers = [other for other in self._servers if other is not server]
-        self._bare = None if server is self._bare else self._bare
-        server.retire()
-        if server not in self._retired:
-            self._retired.append(server)
-
-    def give_up(self, server: ForkServer) -> None:
-        """Replace a server that does not answer; its other launches run on."""
         with self._lock:
-            self._retire(server)
+            self._servers = [other for other in self._servers if other is not server]
+            self._bare = None if server is self._bare else self._bare
+            server.retire()
+            if server not in self._retired:
+                self._retired.append(server)
 
     def has_place(self, server: ForkServer) -> bool:
         """Return True if launches may use it: it was not retired."""
@@ -582,11 +578,11 @@ class Servers:
                 for package in [new.package] if new.package else map(package_of, new.ahead):
                     self._left_out[package] = problem
             elif not self.has_place(old) or new.installed != installed_now():
-                self._retire(new)
+                self.retire(new)
             else:  # one without packages stays beside one that has some: not all launches may use those
                 for server in list(self._servers):
                     if server is old if new.is_plain else not server.is_plain:
-                        self._retire(server)
+                        self.retire(server)
                 new.is_awaited = False
                 self._servers.append(new)
 

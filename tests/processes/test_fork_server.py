@@ -136,7 +136,7 @@ def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatc
         chosen.append(choose(method, where))
         if len(chosen) == 1:
             assert chosen[0].ready().problem == ""
-            own._retire(chosen[0])
+            own.retire(chosen[0])
         return chosen[-1]
 
     monkeypatch.setattr(own, "_for", late)
@@ -224,7 +224,7 @@ def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None
     server = present_server(own)
     server.ready()
     server.process.send_signal(signal.SIGSTOP)
-    own.give_up(server)
+    own.retire(server)
     eventually(lambda: not server.alive())
 
 

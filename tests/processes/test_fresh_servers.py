@@ -154,7 +154,7 @@ def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers, monkeypatch: 
     monkeypatch.setattr(fork_servers, "_PRELOAD", ())
     own.warm_up()
     (server,) = own._servers
-    own.give_up(server)
+    own.retire(server)
     child = os.fork()
     if child == 0:
         own.forget()
