@@ -46,7 +46,7 @@ from nblaunch.engines.link import (
     versions_here,
 )
 from nblaunch.engines.local import LocalEngine, LocalWorker, LocalWorkers
-from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Received, Sampler, Wakeup
+from nblaunch.engines.protocol import Event, Lost, Received, Sampler, Wakeup
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, Process, address_towards, interface_of, this_machine, this_process
 from nblaunch.machine.own_code import OwnFile, digest_of
@@ -359,10 +359,6 @@ class AgentGroup:
             weakref.finalize(messages, event.parcel.close)  # also if the lane is dropped before it comes to them
             self._send(messages)
             return
-        if isinstance(event, LostDescriptors):
-            reason = event.error.strerror or str(event.error)
-            self._send([(FromRank(self.group, event.rank, in_other_clock(event.message), lost=reason), ())])
-            return
         if isinstance(event, (RankExited, Swept, Lost)):
             ended = [event.rank] if isinstance(event, RankExited) else self._ranks
             self._send(self._files.unsent(ended))
@@ -379,7 +375,7 @@ class AgentGroup:
         finally:
             for fd in fds:
                 os.close(fd)
-        yield FromRank(self.group, event.rank, in_other_clock(event.message), blobs), ()
+        yield FromRank(self.group, event.rank, in_other_clock(event.message), blobs, event.lost), ()
 
     def _send_stacks(self, now: float) -> None:
         for rank in list(self._asked):
@@ -575,8 +571,7 @@ class Agent:
             )
             workers = self._engine.place(order, self._wake)
             store = workers.open_store(address=self._machine.address) if message.serves_store else None
-            address = None if store is None else (store.address, store.port)
-            answer = Placed(store=address, note=note)
+            answer = Placed(store=store, note=note)
         except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
             if workers is not None:
                 workers.close()
@@ -608,14 +603,6 @@ class Agent:
         self._outbox.put(Call(message.group, "placed", [answer]))
 
 
-def _hush_nameless(address: str) -> None:
-    """Let torch not warn in each rank that an address has no name, as in many clusters."""
-    try:
-        socket.gethostbyaddr(address)
-    except OSError:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def main() -> NoReturn:
     """Run an agent until its end; the process's main function. An argument is the pid of a process to die with."""
     if len(sys.argv) > 1:  # Ray's actor: to kill it must end the agent, too
@@ -627,7 +614,10 @@ def main() -> NoReturn:
         os.dup2(null, fd)
     kernel = urlsplit(boot.endpoint).hostname or ""
     address = address_towards(kernel)
-    _hush_nameless(address)
+    try:
+        socket.gethostbyaddr(address)
+    except OSError:  # torch would warn in each rank that an address has no name, as in many clusters
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     folder = AgentFolder()
     os.environ |= {BELOW_AGENT: str(os.getpid()), AGENT_FOLDER: str(folder.path)}
     engine = LocalEngine()

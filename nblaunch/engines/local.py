@@ -30,21 +30,18 @@ from nblaunch.engines.protocol import (
     Descriptors,
     Event,
     Lost,
-    LostDescriptors,
     Received,
     Sampler,
     Store,
-    Stream,
     Wakeup,
 )
-from nblaunch.engines.rank_files import LogFile, StackFile
+from nblaunch.engines.rank_files import RankFiles, StackFile
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import named_resources, timeouts
 from nblaunch.machine.inventory import LOOPBACK, Machine, has_used_cuda, this_machine, this_process
 from nblaunch.machine.limits import refused_threads, remedy
 from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
-from nblaunch.wire.display_records import SUFFIXES
-from nblaunch.wire.launch_files import output_file, rank_file
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     EndGroup,
     Free,
@@ -82,7 +79,8 @@ class LocalEngine:
 
     def __init__(self, platform: str = sys.platform) -> None:
         self._is_linux = platform == "linux"
-        self.start_methods = ("auto", "forkserver", "spawn", "fork") if self._is_linux else ("auto", "spawn", "fork")
+        own = ("forkserver",) if self._is_linux else ()
+        self.start_methods: tuple[str, ...] = ("auto", *own, "spawn", "fork")
 
     def machines(
         self, show: Callable[[str], None] = lambda text: None, give_up: Callable[[], bool] = lambda: False
@@ -195,7 +193,7 @@ def serve_store(world_size: int, address: str = LOOPBACK) -> tuple[Store, object
         listener.bind((address, 0))
         listener.listen(max(128, 4 * world_size))
         port: int = listener.getsockname()[1]
-        return Store(address, port), TCPStore(
+        return (address, port), TCPStore(
             address,
             port,
             world_size,
@@ -208,7 +206,7 @@ def serve_store(world_size: int, address: str = LOOPBACK) -> tuple[Store, object
 
 
 # ------------------------------------------------------------------ one rank
-class LocalWorker:
+class LocalWorker(RankFiles):
     """The kernel's end of one rank of this machine, an `engines.protocol.Worker`: its channel and its files."""
 
     def __init__(
@@ -220,14 +218,12 @@ class LocalWorker:
         table: RankTable,
         is_kept: bool,
     ) -> None:
-        self.rank = rank
+        super().__init__(rank, log_dir)
         self.channel = channel
         self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
         self.pid = 0
         """0 before the rank has started."""
         self.has_exited = self.is_shut = False
-        self.log_dir = log_dir
-        """Where its present task writes."""
         self._reaper, self._table, self._is_kept = reaper, table, is_kept
 
     @property
@@ -260,12 +256,6 @@ class LocalWorker:
 
     def signal(self, signum: int, group: bool = False) -> None:
         self._reaper(SendSignal(self.rank, signum, group))
-
-    def log(self, stream: Stream) -> LogFile:
-        return LogFile(rank_file(self.log_dir, self.rank, stream))
-
-    def output(self, key: str, mime: str) -> Path:
-        return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
 
     def dropped(self) -> Dropped:
         return self._table.dropped(self.rank)
@@ -496,7 +486,7 @@ class LocalWorkers:
             for message, fds in worker.channel.drain():
                 self._events.append(Received(worker.rank, message, Descriptors(fds)))
         except LostDescriptorsError as error:
-            self._events.append(LostDescriptors(worker.rank, error.message, error))
+            self._events.append(Received(worker.rank, error.message, Descriptors(), str(error.strerror)))
         if worker.channel.closed:
             self._unwatch(worker.channel)
 

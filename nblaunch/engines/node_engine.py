@@ -33,17 +33,14 @@ class Starter(Protocol):
     open. What it writes to stderr before it has joined is the only explanation of a failure: `problem` returns it.
     """
 
+    count: int
+    """The number of nodes."""
+    proof: Proof
+    """What agents prove themselves with, if others may read what `start` hands over; empty: nothing."""
+
     @property
     def name(self) -> str:
         """Its name, and that of what it holds, for messages."""
-
-    @property
-    def count(self) -> int:
-        """The number of nodes."""
-
-    @property
-    def proof(self) -> Proof:
-        """What agents prove themselves with, if others may read what `start` hands over; empty: nothing."""
 
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         """Return the addresses or names of the nodes, as far as they are known: the kernel must be reached from them.
@@ -70,7 +67,7 @@ class NodeEngine:
     """An `engines.protocol.Engine`; see the module."""
 
     is_local = False
-    start_methods = ("auto", "forkserver", "spawn")
+    start_methods: tuple[str, ...] = ("auto", "forkserver", "spawn")
 
     def __init__(self, starter: Starter) -> None:
         self._starter = starter

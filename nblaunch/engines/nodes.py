@@ -17,7 +17,6 @@ count as failed at its last sign of life, so the error names them and not those 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -48,21 +47,17 @@ from nblaunch.engines.protocol import (
     Descriptors,
     Event,
     GivenUpError,
-    LostDescriptors,
     NodeLeaving,
     Received,
     Store,
-    Stream,
     Wakeup,
 )
-from nblaunch.engines.rank_files import LogFile
+from nblaunch.engines.rank_files import RankFiles
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_code import own_files
 from nblaunch.machine.usage import Usage
-from nblaunch.wire.display_records import SUFFIXES
-from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import (
     Blob,
     BlobPart,
@@ -268,12 +263,12 @@ class Nodes:
             if workers is not None:
                 workers.take(node.index, message, data)  # type: ignore[arg-type]  # as above
 
-    def take_parcel(self, parcel: Sequence[Blob]) -> list[int]:
-        """Return the descriptors of a parcel, which the caller closes. OSError: a part of it did not fit here."""
-        if not all(blob.key in self._blobs for blob in parcel):
-            self._blobs.drop([blob.key for blob in parcel])
-            raise OSError(errno.ENOSPC, "there was no room for the result on the notebook's machine")
-        return [self._blobs.take(blob.key) for blob in parcel]
+    def take_parcel(self, parcel: Sequence[Blob]) -> tuple[Descriptors, str]:
+        """Return a parcel, and why it is missing; empty if it is not."""
+        if all(blob.key in self._blobs for blob in parcel):
+            return Descriptors([self._blobs.take(blob.key) for blob in parcel]), ""
+        self._blobs.drop([blob.key for blob in parcel])
+        return Descriptors(), "there was no room for the result on the notebook's machine"
 
     def _lose(self, peer: Peer, reason: str) -> None:
         node = self._by_peer.get(peer.identity)
@@ -357,11 +352,11 @@ class NodeStacks:
             self.dump = dump
 
 
-class NodeWorker:
+class NodeWorker(RankFiles):
     """One rank of another node, an `engines.protocol.Worker`. `call` calls a method of the agent's, for the rank."""
 
     def __init__(self, rank: int, log_dir: Path, call: Callable[..., None]) -> None:
-        self.rank, self.log_dir = rank, log_dir
+        super().__init__(rank, log_dir)
         self.stacks = NodeStacks(partial(call, "ask_stacks"))
         self.is_open = True
         self.has_exited = False
@@ -383,12 +378,6 @@ class NodeWorker:
 
     def turn_to(self, log_dir: Path) -> None:
         self.log_dir, self.counted = log_dir, (Dropped(), self.counted[1])
-
-    def log(self, stream: Stream) -> LogFile:
-        return LogFile(rank_file(self.log_dir, self.rank, stream))
-
-    def output(self, key: str, mime: str) -> Path:
-        return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
 
     def dropped(self) -> Dropped:
         return self.counted[0]
@@ -466,7 +455,7 @@ class NodeWorkers:
         self.has_begun = True
         store = self._placed[self._used[0].index].store
         assert store is not None
-        return Store(*store)
+        return store
 
     @property
     def notes(self) -> list[str]:
@@ -574,7 +563,8 @@ class NodeWorkers:
         if isinstance(message, Written):
             self._copy(message, data)
         elif isinstance(message, FromRank):
-            self._take_from_rank(message)
+            parcel, lost = self._nodes.take_parcel(message.parcel)
+            self.add(Received(message.rank, in_other_clock(message.message), parcel, message.lost or lost))
         else:
             self._take_event(node, message.event)
 
@@ -612,16 +602,6 @@ class NodeWorkers:
                 append(os.path.join(message.log_dir, file), own)
             else:
                 _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
-
-    def _take_from_rank(self, message: FromRank) -> None:
-        inner = in_other_clock(message.message)
-        if message.lost:
-            self.add(LostDescriptors(message.rank, inner, OSError(message.lost)))
-            return
-        try:
-            self.add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
-        except OSError as error:
-            self.add(LostDescriptors(message.rank, inner, error))
 
     def _take_event(self, node: int, event: object) -> None:
         if isinstance(event, (RankStarted, NotStarted)):

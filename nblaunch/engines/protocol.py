@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 Stream = Literal["out", "err", "spool"]
 """The streams of a rank: stdout, stderr, and its reports as JSON lines."""
+Store = tuple[str, int]
+"""The address and port of a group's TCPStore."""
 
 
 # ------------------------------------------------------------------ one rank
 class Log(Protocol):
     """One stream of a rank so far. Thread-safe, and readable after the group is closed."""
 
-    @property
-    def name(self) -> str:
-        """The location of the log, for messages to the user."""
+    name: str
+    """The location of the log, for messages to the user."""
 
     def size(self) -> int:
         """Return the number of bytes written so far; 0 before the first."""
@@ -44,13 +45,10 @@ class Log(Protocol):
 class StackDumps(Protocol):
     """Asks one rank for the stacks of its threads."""
 
-    @property
-    def main(self) -> str:
-        """The main thread, as dumps name it."""
-
-    @property
-    def dump(self) -> str | None:
-        """The answer to the last request, in faulthandler's format."""
+    main: str
+    """The main thread, as dumps name it."""
+    dump: str | None
+    """The answer to the last request, in faulthandler's format."""
 
     @property
     def is_ready(self) -> bool:
@@ -66,9 +64,7 @@ class StackDumps(Protocol):
 class Worker(Protocol):
     """One rank. After its exit, messages and signals have no effect."""
 
-    @property
-    def rank(self) -> int:
-        """The rank."""
+    rank: int
 
     @property
     def stacks(self) -> StackDumps:
@@ -131,15 +127,8 @@ class Received:
     rank: int
     message: object
     parcel: Descriptors
-
-
-@dataclass(frozen=True, slots=True)
-class LostDescriptors:
-    """A message has arrived without its descriptors: this process may not open that many."""
-
-    rank: int
-    message: object
-    error: OSError
+    lost: str = ""
+    """Why the parcel is missing, such as too many open files; empty if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +143,7 @@ class NodeLeaving:
     reason: str
 
 
-Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | NodeLeaving | Lost
+Event = RankStarted | NotStarted | RankExited | Swept | Received | NodeLeaving | Lost
 """What `Workers.wait` returns. `Swept` and `Lost` are the last event of a group."""
 
 
@@ -197,20 +186,11 @@ class GivenUpError(StartError):
     """What was waited for is not wanted any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
-    """The address of a group's TCPStore."""
-
-    address: str
-    port: int
-
-
 class Workers(Protocol):
     """The processes of one group."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Return True if the process that supervises the ranks has answered."""
+    has_begun: bool
+    """The process that supervises the ranks has answered."""
 
     @property
     def heard_at(self) -> float:
@@ -272,6 +252,11 @@ class Workers(Protocol):
 class Engine(Protocol):
     """Where ranks run. Thread-safe: launches run in threads of their own."""
 
+    is_local: bool
+    """Ranks run on this machine."""
+    start_methods: tuple[str, ...]
+    """What ``start_method=`` may be; the first lets the engine choose."""
+
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
         """Return the nodes that ranks are placed on; start agents there unless they run.
 
@@ -279,14 +264,6 @@ class Engine(Protocol):
 
         StartError: a node cannot be used. GivenUpError: `give_up` has returned True; what was started has been ended.
         """
-
-    @property
-    def is_local(self) -> bool:
-        """Return True if ranks run on this machine."""
-
-    @property
-    def start_methods(self) -> tuple[str, ...]:
-        """What ``start_method=`` may be; the first lets the engine choose."""
 
     def usable(
         self,

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead
+from nblaunch.engines.protocol import Stream
+from nblaunch.wire.display_records import SUFFIXES
+from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead, output_file, rank_file
 
 MAX_DUMP_BYTES = 1 << 20
 """Room for 100 threads of 100 frames, faulthandler's own limits."""
@@ -43,6 +45,21 @@ class LogFile:
             finally:
                 os.close(fd)
         return b"".join(blocks)
+
+
+class RankFiles:
+    """The part of an `engines.protocol.Worker` that reads the files of its rank on this machine, or their copies."""
+
+    def __init__(self, rank: int, log_dir: Path) -> None:
+        self.rank = rank
+        self.log_dir = log_dir
+        """Where its present task writes."""
+
+    def log(self, stream: Stream) -> LogFile:
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> Path:
+        return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
 
 
 class StackFile:

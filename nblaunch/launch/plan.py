@@ -83,7 +83,7 @@ class Plan:
 
     def world(self, rank: int, store: Store) -> World:
         place = self.places[rank]
-        return World(store.address, store.port, self.backend, place.device, place.threads)
+        return World(*store, self.backend, place.device, place.threads)
 
     def environment(self, rank: int, store: Store, launch_id: str, attempt: int) -> dict[str, str]:
         """Return the environment of a rank, with the variables that torchrun sets; `attempt` counts the restarts."""
@@ -99,8 +99,8 @@ class Plan:
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
             "ROLE_NAME": "default",
-            "MASTER_ADDR": store.address,
-            "MASTER_PORT": str(store.port),
+            "MASTER_ADDR": store[0],
+            "MASTER_PORT": str(store[1]),
             "TORCHELASTIC_RUN_ID": launch_id,
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.options.max_restarts),
@@ -140,7 +140,7 @@ def make_plan(machines: Sequence[Machine], engine: Engine, options: Options | No
     return Plan(
         places=tuple(places),
         device=device,
-        backend=options.backend or (f"cpu:gloo,cuda:{machines[0].gpu_backend}" if device == "cuda" else "gloo"),
+        backend=options.backend or ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"),
         method=one_of("start_method", options.start_method, engine.start_methods),
         envs=tuple(envs),
         options=options,

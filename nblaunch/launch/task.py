@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, NodeLeaving, Received
+from nblaunch.engines.protocol import Event, NodeLeaving, Received
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
@@ -133,9 +133,7 @@ class Task:
     # -------------------------------------------------------------- events
     def take(self, event: Event) -> None:
         if isinstance(event, Received):
-            self._receive(self.ranks[event.rank], event.message, event.parcel)
-        elif isinstance(event, LostDescriptors):
-            self._lose_result(self.ranks[event.rank], event)
+            self._receive(event)
         elif isinstance(event, RankExited):
             self._note_failure(self.ranks[event.rank])
         elif isinstance(event, NotStarted):
@@ -145,15 +143,21 @@ class Task:
             self.view.on(Note(f"{event.reason}: stopping the ranks, which have up to {self.stop_grace:g} s"))
             self._stop_within(0.0)
 
-    def _receive(self, rank: Rank, message: object, parcel: Descriptors) -> None:
+    def _receive(self, event: Received) -> None:
+        rank, message = self.ranks[event.rank], event.message
         if getattr(message, "task", None) != self.number:  # a late message of an earlier task
-            parcel.close()
+            event.parcel.close()
         elif isinstance(message, Running):
             rank.is_running, rank.taken = True, message.names
         elif isinstance(message, Interrupted):
             rank.interrupted = True
+        elif isinstance(message, Done) and event.lost:
+            pieces = "the result holds more shared memory blocks or large pieces than the notebook may open files"
+            text = f"{pieces}: {event.lost}"
+            rank.failed = Failed(rank.rank, self.number, message.time_ns, "result", "OSError", text, "")
+            self._note_failure(rank)
         elif isinstance(message, Done):
-            rank.done, rank.result = message, parcel
+            rank.done, rank.result = message, event.parcel
         elif isinstance(message, Failed):
             rank.failed = message
             self._note_failure(rank)
@@ -163,16 +167,6 @@ class Task:
             rank.names = message
         elif isinstance(message, FromDebugger):
             self.console.take(message)
-
-    def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
-        if not isinstance(event.message, Done):
-            raise event.error
-        if event.message.task != self.number:  # a late result of an earlier task
-            return
-        pieces = "the result holds more shared memory blocks or large pieces than the notebook may open files"
-        text = f"{pieces}: {event.error.strerror}"
-        rank.failed = Failed(rank.rank, self.number, event.message.time_ns, "result", "OSError", text, "")
-        self._note_failure(rank)
 
     def _note_failure(self, rank: Rank) -> None:
         if not rank.has_failed:

@@ -36,7 +36,6 @@ class Machine:
     cpus: int
     platform: str
     env: Mapping[str, str]
-    gpu_backend: str = "nccl"
     free_descriptors: int = _UNLIMITED_DESCRIPTORS
     """How many more file descriptors this process may open."""
     name: str = ""

@@ -160,7 +160,7 @@ class _Group:
         self._is_over = threading.Event()
         store = self.workers.open_store()
         self.members = self.workers.start(lambda rank: {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS)})
-        task = Task(1, World(store.address, store.port, "gloo", "cpu", 1), is_last=True)
+        task = Task(1, World(*store, "gloo", "cpu", 1), is_last=True)
         with tempfile.TemporaryFile() as payload:
             payload.write(b"p" * 4000)
             payload.flush()

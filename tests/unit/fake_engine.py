@@ -176,7 +176,7 @@ class FakeWorkers:
     notes = ()
 
     def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
-        return Store("127.0.0.1", 1)
+        return "127.0.0.1", 1
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[FakeWorker]:
         self.events.extend(RankStarted(worker.rank, FAKE_PID + worker.rank) for worker in self.ranks)
@@ -239,8 +239,7 @@ class FakeEngine:
         self.workers = workers
         self.orders: list[Order] = []
 
-    start_methods = ("auto", "scripted")
-
+    start_methods: tuple[str, ...] = ("auto", "scripted")
     is_local = True
 
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:

@@ -13,7 +13,6 @@ import numpy
 import pytest
 
 from nblaunch.engines.local import LocalEngine
-from nblaunch.engines.protocol import Store
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.options import Options
 from nblaunch.launch.plan import Plan, make_plan
@@ -30,7 +29,7 @@ def planned(on: Machine | None = None, **arguments: Any) -> Plan:
 
 
 def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str]:
-    return plan.environment(rank, Store("127.0.0.1", 4242), "the-id", attempt)
+    return plan.environment(rank, ("127.0.0.1", 4242), "the-id", attempt)
 
 
 # ------------------------------------------------------------------ arguments that are wrong
@@ -235,7 +234,7 @@ def test_several_nodes_each_place_their_own_ranks() -> None:
         (1, 1, 4, "cuda:1", "n4"),
     ]
     assert plan.ranks == [range(2), range(2, 6)]
-    env = plan.environment(3, Store("10.0.0.1", 4242), "the-id", 0)
+    env = plan.environment(3, ("10.0.0.1", 4242), "the-id", 0)
     assert (env["GROUP_RANK"], env["GROUP_WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("1", "2", "4")
     assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "eth0")
     assert [place.threads for place in plan.places] == [4, 4, 2, 2, 2, 2]
