@@ -23,19 +23,15 @@ from nblaunch.wire.messages import Debugging, Question
 _log = logging.getLogger(__name__)
 
 
-def console_for(plan: Plan, shipment: Shipment) -> DebugConsole:
-    can_type = host().can_type() and threading.current_thread() is threading.main_thread()
-    is_question = isinstance(shipment.payload.function, Question)
-    post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
-    fails = plan.options.on_breakpoint == "fail"
-    return DebugConsole(plan.world_size, shipment.sources, Debugging(can_type, fails, post_mortem))
-
-
 class CellInput:
     """See the module."""
 
-    def __init__(self, console: DebugConsole, view: View) -> None:
-        self._console, self._view = console, view
+    def __init__(self, plan: Plan, shipment: Shipment, view: View) -> None:
+        can_type = host().can_type() and threading.current_thread() is threading.main_thread()
+        is_question = isinstance(shipment.payload.function, Question)
+        post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
+        debugging = Debugging(can_type, plan.options.on_breakpoint == "fail", post_mortem)
+        self.console, self._view = DebugConsole(plan.world_size, shipment.sources, debugging), view
         self._is_attended = False
         """A caller waits in the main thread."""
         self._noted: Sequence[str] = ()
@@ -47,7 +43,7 @@ class CellInput:
 
     def begin(self, *, blocking: bool) -> None:
         """Begin the launch; `blocking`: its caller waits at once."""
-        console, self._is_attended = self._console, blocking
+        console, self._is_attended = self.console, blocking
         console.on_step = self._meanwhile
         if not (blocking or self._view.shows_notes):  # no one would see that a rank waits
             console.debugging = replace(console.debugging, can_type=False)
@@ -65,7 +61,7 @@ class CellInput:
 
     def _serve(self, deadline: float) -> None:
         """Print what debuggers have printed, and read lines while one is open. A line may come after `deadline`."""
-        console = self._console
+        console = self.console
         while console.is_open and time.monotonic() < deadline:
             prompt = console.prompt  # first: the text before it is then printed
             self._print()
@@ -78,7 +74,7 @@ class CellInput:
             host().was_examined()
 
     def _print(self) -> None:
-        if text := self._console.take_text():
+        if text := self.console.take_text():
             sys.stdout.write(text)
             sys.stdout.flush()
 
@@ -86,7 +82,7 @@ class CellInput:
         try:
             self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
             self._reading = prompt
-            if self._console.prompt is not prompt:  # nothing would say that its rank has gone
+            if self.console.prompt is not prompt:  # nothing would say that its rank has gone
                 return None
             return getpass.getpass(prompt.text) if prompt.asked.is_secret else input(prompt.text)
         except EOFError:
@@ -97,7 +93,7 @@ class CellInput:
     def _meanwhile(self) -> None:
         """While the main thread waits for a line: print what is new, from the supervisor's thread."""
         if not self._is_attended:
-            states = self._console.states
+            states = self.console.states
             new, self._noted = [state for state in states if state not in self._noted], states
             if new:
                 how = "to debug, call wait() or result() of the launch, or run %distributed debug"
@@ -105,8 +101,8 @@ class CellInput:
         prompt = self._reading
         if prompt is None:
             return
-        text = self._console.take_text()
-        if self._console.prompt is not prompt and self._reading is prompt:
+        text = self.console.take_text()
+        if self.console.prompt is not prompt and self._reading is prompt:
             self._reading = None
             text += "no rank waits for this line any more: press Enter\n"
         if not text:

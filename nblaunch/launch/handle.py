@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
-from nblaunch.launch.cell_input import CellInput, console_for
+from nblaunch.launch.cell_input import CellInput
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs, prune
@@ -85,8 +85,8 @@ class Launch:
         self._is_blocking = False
         self._interrupts = 0
         self._begin = time.monotonic()
-        self.console = console_for(plan, shipment)
-        self._input = CellInput(self.console, self._view)
+        self._input = CellInput(plan, shipment, self._view)
+        self.console = self._input.console
         self._job = Job(
             plan,
             self.id,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
-from nblaunch.launch.result import NOTHING_SENT, Sent, named
+from nblaunch.launch.result import NOTHING_SENT, Sent, largest, named
 from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers
 from nblaunch.transfer.cell_effects import read_flags
@@ -110,7 +110,8 @@ def packed(payload: Payload, parts: Mapping[str, Any], home: pickling.Home | Non
         )
 
     parcel = pack(build, parts, home, is_cached=True, is_here=is_here)
-    return Shipment(payload, parcel, sources, Sent.of(parcel))
+    sent = Sent(sum(parcel.sizes.values()), largest(parcel.sizes), parcel.copied)
+    return Shipment(payload, parcel, sources, sent)
 
 
 def not_sent(name: str, suspects: Iterable[tuple[str, Any]], error: Exception) -> PayloadError:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from nblaunch.engines.protocol import Engine, Store
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.launch.options import TORCHRUN, Options
 from nblaunch.machine.arguments import one_of
-from nblaunch.machine.inventory import Machine, free_descriptors
+from nblaunch.machine.inventory import Machine, Process, free_descriptors
 from nblaunch.machine.slurm_variables import describes_task
 from nblaunch.wire import MATPLOTLIB_BACKEND, RANK
-from nblaunch.wire.messages import World
+from nblaunch.wire.messages import Order, World
 from nblaunch.wire.tables import log_limit
 
 DEFAULT_CPU_RANKS = 2
@@ -80,6 +82,10 @@ class Plan:
     def env(self) -> Mapping[str, str]:
         """The environment of the ranks on the first node."""
         return self.envs[0]
+
+    def order(self, launch_id: str, process: Process, log_dir: Path, **more: Any) -> Order:
+        where = self.ranks, self.method, process, self.envs, self.named, str(log_dir)
+        return Order(launch_id, self.world_size, *where, **more)
 
     def world(self, rank: int, store: Store) -> World:
         place = self.places[rank]

@@ -12,7 +12,6 @@ from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.reports import Best, Report, ReportList
 from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
-from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire.tables import Dropped
 
 if TYPE_CHECKING:
@@ -107,25 +106,21 @@ class Sent:
     """Bytes of tensors and arrays that were copied. The rest is unchanged since an earlier launch, or mapped from your
     files."""
 
-    @classmethod
-    def of(cls, parcel: Parcel) -> Sent:
-        return cls(sum(parcel.sizes.values()), _largest(parcel.sizes), parcel.copied)
-
     def __repr__(self) -> str:
         parts = f": {named(dict(self.parts))}" if self.parts else ""
         return f"<Sent {in_words(self.size)}{parts}; {in_words(self.copied)} copied>"
 
 
-def _largest(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+def largest(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     parts = sorted(((name, size) for name, size in sizes.items() if name), key=lambda part: -part[1])
     return tuple(parts[:_MAX_PARTS])
 
 
 def named(sizes: Mapping[str, int]) -> str:
     """Describe the largest parts: ``data 1.1 GB, model 90 MB``."""
-    largest = _largest(sizes)
-    shown = [f"{name} {in_words(size)}" for name, size in largest[:_MAX_SHOWN]]
-    return ", ".join([*shown, *(["…"] if len(largest) > _MAX_SHOWN else [])])
+    parts = largest(sizes)
+    shown = [f"{name} {in_words(size)}" for name, size in parts[:_MAX_SHOWN]]
+    return ", ".join([*shown, *(["…"] if len(parts) > _MAX_SHOWN else [])])
 
 
 NOTHING_SENT = Sent(0, (), 0)

@@ -28,7 +28,7 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Note, RanksPlaced, Tick, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Process
-from nblaunch.wire.messages import Order, Question
+from nblaunch.wire.messages import Question
 
 _MAX_NAMED = 6
 _MAX_PUSHED = 3
@@ -67,17 +67,7 @@ class Run:
     def start(self, engine: Engine) -> Verdict:
         """Start ranks, run the task, and wait until every rank has exited, also if one could not start (StartError)."""
         job, plan = self.job, self.job.plan
-        order = Order(
-            job.launch_id,
-            plan.world_size,
-            plan.ranks,
-            plan.method,
-            job.process,
-            plan.envs,
-            plan.named,
-            str(self.files.directory),
-            job.shipment.payload,
-        )
+        order = plan.order(job.launch_id, job.process, self.files.directory, payload=job.shipment.payload)
         with contextlib.ExitStack() as opened:
             self.group = group = WorkerGroup(engine.place(order, self.commands), self.note)
             opened.callback(group.close)

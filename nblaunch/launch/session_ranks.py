@@ -30,7 +30,7 @@ from nblaunch.launch.views import NullView
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.sent_names import SentNames
-from nblaunch.wire.messages import Bound, Order, RankExited, SentName, Settings, Source, World
+from nblaunch.wire.messages import Bound, RankExited, SentName, Settings, Source, World
 
 
 class BusyError(StartError):
@@ -156,17 +156,7 @@ class SessionRanks:
             opened.callback(self._commands.close)
             self.files = LaunchFiles.create(self.id)
             opened.callback(self.files.close)
-            order = Order(
-                self.id,
-                self.plan.world_size,
-                self.plan.ranks,
-                self.plan.method,
-                this_process(),
-                self.plan.envs,
-                self.plan.named,
-                str(self.files.directory),
-                is_kept=True,
-            )
+            order = self.plan.order(self.id, this_process(), self.files.directory, is_kept=True)
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
             opened.callback(self.group.close)
             self._store = self.group.workers.open_store()

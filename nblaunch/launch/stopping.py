@@ -36,7 +36,6 @@ class Account:
     difference: str = ""
     session: str = ""
     hosts: Sequence[str] = ()
-    """The node of each rank; none if all are on the notebook's own machine."""
     is_shown: bool = False
     """Whether the cell that raises the exception has shown it, with its traceback."""
     asked: str = ""

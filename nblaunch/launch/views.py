@@ -55,7 +55,6 @@ class LaunchInfo:
     """Keeps the logs from being pruned."""
     is_session: bool = False
     hosts: Sequence[str] = ()
-    """The node of each rank, by name; none if all are on the notebook's own machine."""
     only: Sequence[int] | None = None
     """The ranks that a cell is for; None: all."""
 
