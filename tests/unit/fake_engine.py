@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from nblaunch.engines.protocol import Descriptors, Event, Lost, Received, Store, Stream, Wakeup
+from nblaunch.engines.protocol import Descriptors, Event, Received, Store, Stream, Wakeup
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.messages import (
@@ -105,15 +106,14 @@ class FakeWorker:
     def runs(self) -> None:
         self.sends(Running(self.rank, self.task))
 
-    def prints(self, text: str, stream: Stream = "out") -> None:
-        self.written[stream] += text.encode()
+    def prints(self, text: str) -> None:
+        self.written["out"] += text.encode()
 
     def returns(self, *fds: int) -> None:
         self.sends(Done(self.rank, self.task, self.now_ns), *fds)
 
-    def raises(self, text: str = "no", kind: str = "exception", collective: str = "") -> None:
-        failed = Failed(self.rank, self.task, self.now_ns, kind, "ValueError", text, "", collective=collective)  # type: ignore[arg-type]  # a Literal
-        self.sends(failed)
+    def raises(self, kind: Literal["exception", "result"] = "exception") -> None:
+        self.sends(Failed(self.rank, self.task, self.now_ns, kind, "ValueError", "no", ""))
 
     def acknowledges(self) -> None:
         self.sends(Interrupted(self.rank, self.task))
@@ -187,9 +187,6 @@ class FakeWorkers:
 
     def sweeps(self, *stuck: int) -> None:
         self.events.append(Swept(stuck))
-
-    def is_killed(self) -> None:
-        self.events.append(Lost())
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> FakeWorker:
         self.ranks[rank] = FakeWorker(rank, self.events, self.ranks[rank].clock)

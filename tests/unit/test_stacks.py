@@ -201,24 +201,6 @@ def asking(tmp_path: Path) -> Iterator[Asking]:
     asking.close()
 
 
-def test_a_rank_that_is_not_ready_is_asked_when_it_is(asking: Asking) -> None:
-    asking.live(0, 1)
-    asked = asking.commands.want_stacks(60.0)
-    asking.register(0)
-    for _ in range(3):
-        asking.look()
-    assert asking.asked(0) == 1
-
-    asking.register(1)
-    asking.look()
-    assert (asking.asked(0), asking.asked(1)) == (0, 1)
-
-    for rank in (0, 1):
-        asking.write(rank, BEGIN + DUMP + WHOLE)
-    asking.look_until(asked.done)
-    assert sorted(asked.result()) == [0, 1]
-
-
 def test_a_silent_rank_gets_one_signal_and_no_further_request(asking: Asking) -> None:
     asking.live(0)
     asking.register(0)
