@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import eventually
-from tests.kernel.harness import Kernel, running_kernel
+from tests.kernel.harness import IMPORT_AHEAD, Kernel, running_kernel
 from tests.kernel.page import Page
 
 
@@ -17,9 +17,7 @@ def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> I
     """One for all files: importing torch in it and in its fork servers takes longer than most of their tests."""
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_STATE_DIR=str(state), CUDA_VISIBLE_DEVICES="") as kernel:
-        # or every rank with an optimizer or DDP would import them, for 3 s of a core
-        kernel.run("from nblaunch.engines import fork_servers\nfork_servers._PRELOAD += fork_servers._SOON").check()
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
+        kernel.run(f"{IMPORT_AHEAD}%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
         kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
         yield kernel
 

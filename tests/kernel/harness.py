@@ -19,6 +19,9 @@ from tests.conftest import LONG
 _WAITING = re.compile(r"\rnblaunch: (?:starting the ranks|preparing )[^\r\n]*|^\r +\r", re.MULTILINE)
 """The status line of a launch whose start takes more than half a second, as it may on a loaded machine; its erasure."""
 
+IMPORT_AHEAD = "from nblaunch.engines import fork_servers\nfork_servers._PRELOAD += fork_servers._SOON\n"
+"""Or every rank with an optimizer or DDP imports torch's compiler, for 3 s of a core; before the fork server starts."""
+
 ensure_event_loop()  # jupyter_client makes one loop for the whole process: not a leak of the test that came first
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from nblaunch import training
 from tests.kernel.executed import NOTEBOOKS, execute
-from tests.kernel.harness import Kernel, running_kernel
+from tests.kernel.harness import IMPORT_AHEAD, Kernel, running_kernel
 from tests.kernel.test_readme import README, blocks
 
 
@@ -26,7 +26,8 @@ def shared_kernel(_marked: None, folder: Path) -> Iterator[Kernel]:
     """A kernel in the folder of all notebooks, where they have the same images with and without a network."""
     state = str(folder.with_name("state"))
     env = {"NBLAUNCH_QUICKSTART_DATA": "digits", "HF_HOME": str(folder / "huggingface"), "CUDA_VISIBLE_DEVICES": ""}
-    with running_kernel(NBLAUNCH_STATE_DIR=state, NBLAUNCH_PRELOAD="", **env) as kernel:  # the ranks train
+    with running_kernel(NBLAUNCH_STATE_DIR=state, **env) as kernel:
+        kernel.run(f"{IMPORT_AHEAD}fork_servers._PRELOAD += ('torchvision',)").check()
         kernel.run(f"import os\nos.chdir({str(folder)!r})").check()
         yield kernel
 
