@@ -1,6 +1,6 @@
-"""One Chromium and one server for all tests, and one page with JupyterLab in it for each file and configuration.
+"""One Chromium and one server for all tests, and one page with JupyterLab in it for each configuration.
 
-A test opens its notebook in the file's page. The notebook's kernel is the file's, which a test leaves idle. A page
+A test opens its notebook in that page. The notebook's kernel is the file's, which a test leaves idle. A page
 that a test leaves in doubt is replaced. After a test that failed, or ended the kernel, every test has its own.
 
 With NBLAUNCH_PICTURES set to a folder, the pictures of the README and of the panel are kept there.
@@ -245,7 +245,7 @@ def fresh_lab(
 def lab(
     request: pytest.FixtureRequest, server: Server, served: Served, size: tuple[int, int], _pages: _Pages
 ) -> Iterator[Lab]:
-    """The file's page in the server, with no document open.
+    """The configuration's page in the server, with no document open.
 
     Jupyter Notebook has a page for each notebook: there it is `fresh_lab`.
     """
@@ -261,7 +261,7 @@ def lab(
         server.settle(_has_failed(request))  # no document is open: the page asks for no more of them
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def _pages(chromium: BrowserContext) -> Iterator[_Pages]:
     pages = _Pages(chromium)
     yield pages
@@ -269,7 +269,7 @@ def _pages(chromium: BrowserContext) -> Iterator[_Pages]:
 
 
 class _Pages:
-    """The pages of a file, in which JupyterLab is loaded: one for each configuration."""
+    """The pages in which JupyterLab is loaded: one for each configuration."""
 
     def __init__(self, chromium: BrowserContext) -> None:
         self._chromium = chromium

@@ -46,6 +46,8 @@ def running_lab(folder: Path, settings: Path) -> Iterator[str]:
         settings: The folder for `write_settings`.
     """
     config = folder.parent / f"{folder.name}-config"
+    (config / "labconfig").mkdir(parents=True)
+    (config / "labconfig/page_config.json").write_text('{"buildCheck": false}')  # each page would run yarn
     log = folder.parent / f"{folder.name}.log"
     command = [
         *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"),
@@ -149,11 +151,11 @@ def _workspace() -> str:
 
 def open_notebook(page: Page, name: str) -> None:
     """Open a notebook in JupyterLab as it is loaded, and wait until its kernel is idle."""
-    page.evaluate(_OPENED, name)
+    page.evaluate(OPENED, name)
     wait_until_idle(page)
 
 
-_OPENED = """async path => {
+OPENED = """async path => {
     const { commands, restored } = window.jupyterapp
     await restored
     await commands.execute("docmanager:open", { path, factory: "Notebook" })

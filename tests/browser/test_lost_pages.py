@@ -6,7 +6,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 from tests.browser.conftest import SHARED, Lab, keep_picture
-from tests.browser.lab import load_notebook
+from tests.browser.lab import close_documents, open_notebook
 from tests.conftest import eventually
 from tests.kernel.page import WIDGET
 
@@ -83,7 +83,8 @@ def test_a_page_reloaded_meanwhile_saves_the_whole_record(fresh_lab: Lab) -> Non
     assert "the last line" in html
     assert "… running" not in html
     lab.server.end_kernels()
-    load_notebook(lab.page, lab.server.url, SHARED)
+    close_documents(lab.page)
+    open_notebook(lab.page, SHARED)
     lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").wait_for()
     assert lab.page.get_by_text("Error displaying widget").count() == 0
     assert lab.page.locator(".nbl-root").count() == 0
