@@ -42,6 +42,8 @@ MARK = "NBLAUNCH_TEST_RUN"
 _LEFT_WITHIN = 20.0
 _NAMELESS = re.compile(r"^/.*/#\d+ \(deleted\)$")
 """A temporary file without a name is shown by its number."""
+_SHARING = {"browser", "kernel"}
+"""Folders whose files share what takes long to start."""
 _START_METHODS: dict[str, Any] = {
     "forkserver": "forkserver",
     "spawn": "spawn",
@@ -62,24 +64,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first and tests/unit last: its short files fill up the workers that finish early."""
-    items.sort(key=lambda item: (not _is_long(item.path), "unit" in item.path.parts))
+    """Run the longest units first and tests/unit last: its short files fill up the workers that finish early."""
+    items.sort(key=lambda item: (not _SHARING & {*item.path.parts}, "unit" in item.path.parts))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one worker, and all of the browser: another Chromium and JupyterLab take a minute of a core."""
     from xdist.scheduler import LoadFileScheduling
 
     scheduling = LoadFileScheduling(config, log)
-    file_of = scheduling._split_scope
-    scheduling._split_scope = lambda nodeid: "tests/browser" if "/browser/" in nodeid else file_of(nodeid)
+    scheduling._split_scope = _unit_of
     return scheduling
 
 
-def _is_long(path: Path) -> bool:
-    """Return True for a file of several minutes: those of the browser, and the notebooks."""
-    return "browser" in path.parts or path.name.startswith("test_notebooks")
+def _unit_of(nodeid: str) -> str:
+    """Return what one worker runs: a file, or all that share a browser or a kernel, which take seconds of a core."""
+    file = nodeid.partition("::")[0]
+    room = file.split("/")[1]
+    return room if room in _SHARING and not file.endswith("test_notebooks.py") else file
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -849,8 +849,10 @@ def test_an_interrupt_between_two_lines_of_ours_costs_no_rank(kernel: Kernel) ->
 
 def test_a_question_that_is_stuck_in_c_code_costs_no_rank(kernel: Kernel) -> None:
     before = on_ranks(kernel, "os.getpid()")
-    body = "return __import__('hashlib').pbkdf2_hmac('sha256', b'', b'', 9_000_000)"
-    kernel.run(f"%%distributed\nclass Slow:\n    @property\n    def x(self): {body}\nslow = Slow()").check()
+    held = "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\nlibc.pthread_mutex_lock(mutex)"
+    body = "libc.pthread_mutex_timedlock(mutex, (ctypes.c_long * 2)(int(time.time()) + 6))"
+    slow = f"class Slow:\n    @property\n    def x(self): return {body}\nslow = Slow()"
+    kernel.run(f"%%distributed\nimport ctypes\n{held}\n{slow}").check()
     kernel.run("begun = time.monotonic()\nfound = s.complete('slow.x.')\nlasted = time.monotonic() - begun").check()
     assert kernel.ask("found, lasted < 3") == ([], True)
     assert on_ranks(kernel, "os.getpid()") == before
