@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
@@ -432,7 +430,6 @@ class Accelerator:
 
     @property
     def _gradients(self) -> GradientState:
-        """This process's state of accumulation, made on first use."""
         if self._gradient_state is None:
             is_half = self.mixed_precision == "fp16"
             scaler = torch.amp.GradScaler(self.device.type) if is_half else None
@@ -449,8 +446,6 @@ class Accelerator:
 
 
 class Preparation:
-    """Prepares objects for one Accelerator, in this process."""
-
     def __init__(self, accelerator: Accelerator, gradient_state: GradientState) -> None:
         self.accelerator, self.gradient_state = accelerator, gradient_state
         self.device, self.dtype, self.precision = accelerator.device, accelerator.dtype, accelerator.mixed_precision
@@ -482,7 +477,6 @@ class Preparation:
 
     # ------------------------------------------------------------------ modules
     def module(self, module: nn.Module, evaluates: bool = False) -> nn.Module:
-        """Move the module to the device and dtype; wrap it in DDP if ranks must exchange gradients."""
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
             self.gradient_state.modules.add(module)
@@ -552,12 +546,13 @@ class Preparation:
         return SteppedOptimizer(optimizer, self.gradient_state)
 
     def scheduler(self, scheduler: LRScheduler) -> LRScheduler:
-        """Wrap the scheduler if its steps depend on its optimizer's."""
         if isinstance(scheduler, SteppedScheduler):
             if scheduler.gradient_state is self.gradient_state:
                 return scheduler
             scheduler = scheduler.inner
-        _restore_step_tracking(scheduler)
+        optimizer: Any = scheduler.optimizer
+        if not (hasattr(optimizer.step, "_wrapped_by_lr_sched") or "step" in vars(optimizer)):
+            ConstantLR(optimizer, 1.0)  # wraps the optimizer's step as before it was pickled; else torch warns
         if not self.gradient_state.needs_wrappers:
             return scheduler
         return SteppedScheduler(scheduler, self.gradient_state)
@@ -573,10 +568,7 @@ class Preparation:
 
 
 def move_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the device and type of its parameters.
-
-    ``Optimizer.load_state_dict`` would do it, but leaves the types of complex parameters' states unchanged.
-    """
+    """Move it as ``Optimizer.load_state_dict`` does, which leaves the types of complex parameters' states unchanged."""
     for group in optimizer.param_groups:
         moves_steps = group.get("capturable") or group.get("fused")  # else torch wants step counts on the CPU
         for parameter in group["params"]:
@@ -586,23 +578,3 @@ def move_state(optimizer: Optimizer) -> None:
                     state[key] = value.to(parameter.device, dtype_for(value, parameter.dtype))
                 elif isinstance(value, torch.Tensor) and moves_steps:
                     state[key] = value.to(parameter.device)
-
-
-def _restore_step_tracking(scheduler: LRScheduler) -> None:
-    """Restore torch's wrapper around the optimizer's ``step``, which pickling drops.
-
-    Without it the first step of a scheduler from the notebook warns that ``optimizer.step()`` was overridden.
-    """
-    optimizer: Any = scheduler.optimizer
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched") or "step" in vars(optimizer):
-        return
-    reference, step = weakref.ref(optimizer), type(optimizer).step
-
-    @functools.wraps(step)
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        own: Any = reference()
-        own._opt_called = True
-        return step(own, *args, **kwargs)
-
-    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the mark that torch looks for
-    optimizer.step = tracked
