@@ -46,7 +46,6 @@ from nblaunch.wire import launch_files
 
 T = TypeVar("T")
 STATE_FILE = "state.pt"
-_NAME = re.compile(r"step-(\d+)\.pt")
 
 
 # ------------------------------------------------------------------ progress
@@ -54,7 +53,6 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 class TrainingProgress:
     epoch: int = 0
     step: int = 0
-    """Optimizer steps done."""
     best: float = math.inf
     """The lowest monitored value; negated if higher is better."""
     best_step: int = 0
@@ -88,7 +86,6 @@ class TrainingProgress:
 
 
 def compare_rates(path: Path, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Warn that a resumed run keeps its learning rates, if the user's new optimizer has others."""
     own, wrote = (
         [float(group.get("initial_lr", group["lr"])) for group in groups]
         for groups in (optimizer.param_groups, state["optimizer"][0]["param_groups"])
@@ -102,7 +99,6 @@ def compare_rates(path: Path, state: Mapping[str, Any], optimizer: Optimizer) ->
 
 
 def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """Convert the results of callbacks and metrics, such as NumPy's, to floats."""
     numbers = {}
     for name, value in results.items():
         try:
@@ -194,14 +190,11 @@ def _refused(error: Exception) -> str:
 
 
 def step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.stem.removeprefix("step-"))
 
 
 def find(folder: Path) -> list[Path]:
-    """Return a folder's checkpoints, the latest step last; empty if the folder does not exist."""
-    return sorted((path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()), key=step_of)
 
 
 class Loaded(NamedTuple):
@@ -212,12 +205,9 @@ class Loaded(NamedTuple):
 
 
 class CheckpointFolder:
-    """The checkpoints of one training run: the latest ones, and the best."""
-
     def __init__(self, path: str | os.PathLike[str], keep: int) -> None:
         self.path, self.keep = Path(path), keep
         self.own: list[Path] = []
-        """The latest checkpoints of this run, the last one last."""
         self._replaces_best = False
         self._claim: int | None = None
         """A descriptor of the folder, which is locked while a run writes there."""
@@ -260,7 +250,6 @@ class CheckpointFolder:
                 ) from None
 
     def close(self) -> None:
-        """Let other runs write to the folder."""
         claim, self._claim = self._claim, None
         if claim is not None:
             with contextlib.suppress(OSError):  # best effort: must never hide the end of training
@@ -301,7 +290,6 @@ class PreparedObjects:
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
         self._seen: set[type] = set()
-        """Those of `_NEEDED` that were prepared."""
         self._may_be_replaced = False
         """Whether a later object can have taken the place of an earlier one since `settle`."""
 
@@ -325,7 +313,6 @@ class PreparedObjects:
         self._references = [reference for reference in self._references if reference() is not None]
 
     def check_any_left(self) -> None:
-        """Refuse a state without what was trained."""
         for kind, name in _NEEDED.items():
             if kind in self._seen and not self.of(kind):
                 raise ArgumentError(
@@ -339,8 +326,6 @@ class PreparedObjects:
 # ------------------------------------------------------------------ states
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """Saves and loads what an Accelerator prepared. Its methods are collectives."""
-
     prepared: PreparedObjects
     registered: list[Any]
     gradients: GradientState
@@ -348,7 +333,6 @@ class SavedStates:
 
     # ------------------------------------------------------------------ saving
     def save(self, output_dir: str | Path) -> Path:
-        """See `Accelerator.save_state`."""
         self.prepared.settle()
         target = Path(output_dir).expanduser().resolve()  # a link to a folder stays
         if any(other != target for other in exchange_results(lambda: target)):
@@ -424,7 +408,6 @@ class SavedStates:
 
     # ------------------------------------------------------------------ loading
     def load(self, input_dir: str | Path, *, strict: bool, weights_only: bool) -> None:
-        """See `Accelerator.load_state`."""
         self.prepared.settle()
         folder = Path(input_dir).expanduser().resolve()
         source = f"input_dir={str(folder)!r}"

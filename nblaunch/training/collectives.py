@@ -97,7 +97,6 @@ _OPERATIONS = ("mean", "sum", "max", "min")
 _NUMBER_TYPES = (float, int, bool)
 """Widest first: the widest type on any rank is the type of the result."""
 _MAX_INT_BITS = 63
-"""Of an int64, without its sign."""
 
 
 # ------------------------------------------------------------------ gather
@@ -202,7 +201,6 @@ def _reduce_parts(parts: Sequence[_Part], op: str, key: Any, device: torch.devic
 
 
 def _reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """Reduce in the order of ranks and in the widest type, so that every rank gets the same bits."""
     dtype = tensors[0].dtype
     if op in ("max", "min"):
         return functools.reduce(torch.maximum if op == "max" else torch.minimum, tensors)
@@ -224,7 +222,6 @@ class _CudaTensor:
 
 
 def broadcast(value: Any, src: Any, device: torch.device) -> Any:
-    """See `Accelerator.broadcast`."""
     place = world()
     src = whole_number("src", src, least=0, most=place.size - 1)
     if not place.is_shared:
@@ -281,7 +278,6 @@ def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 # ------------------------------------------------------------------ barrier
 def barrier() -> None:
-    """See `Accelerator.wait_for_everyone`."""
     if world().is_shared:
         ensure_group()
         device = collective_device()
@@ -291,7 +287,6 @@ def barrier() -> None:
 # ------------------------------------------------------------------ what each rank passes
 class _Part(NamedTuple):
     kind: str
-    """Must be the same on all ranks, such as a tensor's type and shape."""
     is_wrong: bool = False
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None

@@ -40,7 +40,6 @@ _is_in_place: ContextVar[bool] = ContextVar("nblaunch_in_place", default=False)
 Path = tuple[Any, ...]
 """The keys from a call to one of its parts: the same in the notebook and in a rank."""
 _Visit = tuple[Path, Any, int]
-"""Path, object, and nesting depth of plain objects."""
 
 
 class Settings(Protocol):
@@ -62,7 +61,6 @@ def distributed(
     name: str = "",
     trains: bool = True,
 ) -> Callable[..., Any]:
-    """See `Accelerator.distribute`."""
     if not callable(function):
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
     if not options.get("block", True):
@@ -91,7 +89,6 @@ def is_elsewhere(options: Mapping[str, Any]) -> bool:
 
 
 def check_gpu(setup: str) -> None:
-    """Refuse to plan ranks on GPUs of this machine if it has none."""
     if setup == "gpu" and not is_rank() and this_machine().gpus == 0:
         raise ArgumentError(
             'compute_setup="gpu", but no GPU is visible: use compute_setup="auto", which takes the GPUs that the ranks '
@@ -117,7 +114,6 @@ def in_place() -> Iterator[None]:
 def _run_in_place(
     settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the function here, and return a `LaunchResult` without metrics and logs."""
     __tracebackhide__ = True  # IPython leaves this frame out
     from nblaunch import LaunchResult
 
@@ -158,7 +154,6 @@ def _launch(settings: Settings, call: _Call, options: Mapping[str, Any]) -> Any:
 
 
 def _take_states(own: Mapping[Path, Any], stopped: Any) -> None:
-    """Load rank 0's states from the error of a stopped launch, if it has them."""
     returned = getattr(stopped, "results", {})
     for rank, part in returned.items():
         if isinstance(part, _Returned):
@@ -199,7 +194,7 @@ class _Returned:
 
 
 class _Unfinished(_Returned, Interrupted):
-    """The same of a call that was stopped."""
+    """Of a call that was stopped."""
 
 
 class _Call:
@@ -284,7 +279,6 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for an object with attributes whose class is the user's or nblaunch's."""
     if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools", "collections")

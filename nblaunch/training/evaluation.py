@@ -21,7 +21,6 @@ from nblaunch.training.pytree import batch_size_of, to_device, tree_leaves, tree
 from nblaunch.training.topology import ensure_group, own_device, world
 
 TARGETS = ("labels", "label", "target")
-"""The keys under which a batch that is a dict may hold its target."""
 
 
 def evaluate(
@@ -214,7 +213,6 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def target_of(batch: Mapping[Any, Any]) -> str | None:
-    """Return the key of the target: another of these names is an input of the model."""
     return next((name for name in TARGETS if name in batch), None)
 
 

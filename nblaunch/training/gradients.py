@@ -23,7 +23,6 @@ _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def precision_of(requested: str | None) -> str:
-    """Return ``"no"``, ``"fp16"`` or ``"bf16"``: the requested precision, else the launch's, else ``"no"``."""
     name = requested if requested is not None else os.environ.get(_VARIABLE, "no")
     if name not in ("no", *HALF):
         raise ArgumentError(f'mixed_precision={name!r}: an Accelerator supports "no", "fp16" and "bf16"')
@@ -117,7 +116,6 @@ class GradientState:
     # ------------------------------------------------------------------ accumulation
     @contextmanager
     def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count one batch; a step ends with its last batch, and with the last of the loader that yielded it."""
         latest = self._loaders()[-1:]
         if self.unfinished == 0:
             left = latest[0].remaining if latest else None
@@ -139,7 +137,6 @@ class GradientState:
     # ------------------------------------------------------------------ the scaler
     @property
     def needs_wrappers(self) -> bool:
-        """Return True if optimizers and schedulers may not act on every ``step`` call."""
         return self.every > 1 or self._scaler is not None
 
     @property
@@ -156,7 +153,6 @@ class GradientState:
         return self._scaler
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward``, divided by the number of batches in the step, and scaled."""
         self._trained.update(self._loaders())
         share = loss / self.divisor if self.divisor > 1 else loss
         scaler = self.scaler
@@ -193,8 +189,6 @@ class GradientState:
 
 
 class _Stepped:
-    """Wraps an optimizer or a scheduler, and has its state and attributes."""
-
     inner: Any
 
     def __init__(self, inner: Any, gradient_state: GradientState) -> None:

@@ -54,8 +54,7 @@ class IndexSource:
 
     @property
     def is_sized(self) -> bool:
-        """Return True if the sampler has a length; one without may be infinite."""
-        return length_of(self.sampler) is not None
+        return length_of(self.sampler) is not None  # one without a length may be infinite
 
     def shares(self, place: World, begin: int = 0) -> Iterator[Share]:
         """Yield this rank's batches of indices, lazily; `begin` as for `partition_samples`."""
@@ -70,7 +69,7 @@ class IndexSource:
 
     def planned(self, place: World, seed: int, epoch: int, begin: int = 0) -> list[Share]:
         """Return all of this rank's batches of one epoch, a function of the seed and not of any generator's state."""
-        with seeded(derived_seed(seed, epoch), *generators_of(self.sampler)):
+        with seeded(derived_seed(seed, epoch), *generators_of(self.sampler, _inner(self.sampler))):
             return list(self.shares(place, begin))
 
     def rounds(self, ranks: int) -> int:
@@ -127,14 +126,8 @@ def share_parts(loader: DataLoader[Any], copies: int) -> None:
             )
 
 
-def generators_of(sampler: Any) -> list[torch.Generator]:
-    given = (getattr(each, "generator", None) for each in (sampler, _inner(sampler)))
-    return [generator for generator in given if isinstance(generator, torch.Generator)]
-
-
-def given_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers were given."""
-    given = (getattr(each, "generator", None) for each in (*samplers_of(loader), loader))
+def generators_of(*things: Any) -> list[torch.Generator]:
+    given = (getattr(thing, "generator", None) for thing in things)
     return [generator for generator in given if isinstance(generator, torch.Generator)]
 
 
@@ -154,7 +147,6 @@ def _inner(sampler: Any) -> Any:
 
 
 def length_of(thing: Any) -> int | None:
-    """Return the length of a sampler or loader; None if it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):  # samplers of unknown length raise the latter
@@ -168,9 +160,7 @@ class IndexPass:
 
     shares: Iterable[Share]
     seeds: Iterator[int]
-    """One per batch."""
     loads_here: bool
-    """Whether this process loads, not workers."""
     notes: deque[Share] = field(default_factory=deque)
     """Of the batches that were requested and not yielded, in order."""
     loading: ExitStack = field(default_factory=ExitStack)
@@ -206,7 +196,6 @@ class _Pass:
     size: int | None
     taken: int = 0
     note: Share = field(default_factory=lambda: Share([]))
-    """Of the latest batch, without its items."""
 
 
 class ShardedLoader(DataLoader[T_co]):
@@ -513,7 +502,6 @@ class ShardedLoader(DataLoader[T_co]):
         return Division(self.place.size, size if isinstance(size, int) else 0, workers)
 
     def _check_resumable(self, start: int) -> None:
-        """Refuse to resume if it is unknown which samples were taken."""
         before, now = self._loaded, self._division
         if not start or before is None or before == now:
             return
@@ -538,14 +526,12 @@ class ShardedLoader(DataLoader[T_co]):
         self._sampler_epoch = self.epoch
 
     def _follow_samplers(self) -> None:
-        """Follow a sampler whose epoch the user has set."""
         for sampler in samplers_of(self):
             epoch = getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
             if isinstance(epoch, int) and epoch != self._sampler_epoch:
                 self._progress.move_to(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything except what belongs to this process."""
         own = {"_iterator": None, "_reader": None, "_planned_for": None, "_indices": IndexFeed(), "observer": None}
         return {**vars(self), **own, "_plan": [], "_passes": [], "_progress": copy.copy(self._progress)}
 
@@ -596,7 +582,7 @@ def agreed_seed(loader: DataLoader[Any]) -> int | None:
     None for a `ShardedLoader` with a seed of its own, which it keeps. A collective.
     """
     is_settled = isinstance(loader, ShardedLoader) and loader._seed is not None
-    seed: int | None = exchange(None if is_settled else order_seed(given_generators(loader)))[0]
+    seed: int | None = exchange(None if is_settled else order_seed(generators_of(*samplers_of(loader), loader)))[0]
     return seed
 
 

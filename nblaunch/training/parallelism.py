@@ -27,7 +27,6 @@ from nblaunch.training.pytree import parameters_of, to_device, tree_map
 from nblaunch.training.topology import collective_device, world
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
-"""Names of styles of tensor parallelism in a plan."""
 
 
 class MeshSizes(NamedTuple):
@@ -211,7 +210,6 @@ _replacements: Any = WeakIdKeyDictionary()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -360,7 +358,6 @@ def _free(parameter: Tensor) -> None:
 
 
 def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> None:
-    """Divide layers by the plan, and keep tied parameters tied."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     names: dict[Tensor, list[str]] = {}
@@ -545,18 +542,17 @@ def load_full_state(part: Any, state: Mapping[str, Any], **options: Any) -> None
 
     Where ranks divide it each rank loads its part of the tensors; it is no collective.
     """
-    part.load_state_dict(parts_of(part, state), **options)
-
-
-def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a whole state with each tensor divided as it is in this module or optimizer."""
     if isinstance(part, nn.Module) and is_divided(part):
         own = part.state_dict()
-        return {name: part_like(value, own.get(name)) for name, value in state.items()}
-    if not isinstance(part, Optimizer) or not is_divided(part):
-        return state
+        state = {name: part_like(value, own.get(name)) for name, value in state.items()}
+    elif isinstance(part, Optimizer) and is_divided(part):
+        state = _optimizer_parts(part, state)
+    part.load_state_dict(state, **options)
+
+
+def _optimizer_parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, parameters_of(part), strict=False))  # the optimizer itself compares the groups
+    by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))  # the optimizer itself compares the groups
 
     def own_part(value: Any, number: int) -> Any:
         part = part_like(value, by_number.get(number))

@@ -34,7 +34,6 @@ class Division(NamedTuple):
     """What a position in the data depends on; the field names are keys of a loader's state."""
 
     world_size: int
-    """Ranks that get different samples."""
     batch_size: int
     """Of the loader or its own batch sampler; 0 without one."""
     num_workers: int
@@ -140,7 +139,6 @@ class _Message(NamedTuple):
 
     turn: tuple[int, int]
     share: Share | None
-    """None if the stream is empty."""
 
 
 class StreamReader:

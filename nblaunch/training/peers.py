@@ -174,7 +174,6 @@ _KINDS: dict[str, tuple[Any, ...]] = {
     "PanelCallback": (_PanelCallback, "transformers", ("transformers",), "TrainerCallback"),
     "PanelLogger": (_PanelLogger, "lightning", _LIGHTNING, "loggers.logger.Logger"),
 }
-"""Each class's own part, and the library, its names, and the class in it that the part extends."""
 
 
 def _whole(count: float) -> int | None:
@@ -182,7 +181,6 @@ def _whole(count: float) -> int | None:
 
 
 def _report_numbers(values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:
-    """Report the numbers among `values`; lightning and transformers log text and tables too."""
     if not all_ranks and world().rank != 0:
         return
     shown = {

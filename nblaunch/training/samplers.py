@@ -29,7 +29,6 @@ class EpochProgress:
     once: int | None = None
     """Where the next pass alone begins, instead of `start`."""
     ended: bool = False
-    """Whether all of this epoch was taken by a caller who stopped at the last item."""
 
     def begin(self) -> int:
         if self.ended:
@@ -160,7 +159,6 @@ class _IndexSampler(RankSampler[int]):
     """Draws a tensor of indices for all ranks; each takes every `num_replicas`-th."""
 
     total: int
-    """Number of indices in a pass, over all ranks."""
 
     def __len__(self) -> int:
         place = self._place()

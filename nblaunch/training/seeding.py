@@ -19,7 +19,6 @@ from nblaunch.training.topology import data_world, world
 SEED_VARIABLE = "NBLAUNCH_SEED"
 """Set by `seed_everything`, for ranks that are launched later."""
 _SEED_LIMIT = 2**32
-"""Exclusive, as for NumPy's seeds."""
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:

@@ -88,7 +88,6 @@ class StepBoundaries:
 
     # ------------------------------------------------------------------ in the loop
     def reach(self) -> None:
-        """Note a boundary. All ranks call it alike."""
         self._position += 1  # before the flag is read
         now = time.monotonic()
         self._longest, self._begun = max(self._longest, now - self._begun), now
@@ -121,7 +120,6 @@ class StepBoundaries:
         return not self._is_over
 
     def _on_interrupt(self, before: Callable[..., object], number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT in the notebook's own process."""
         if os.getpid() != self._owner:
             return  # a DataLoader's worker, which the last step may need
         is_second = self.is_asked and time.monotonic() - self._asked_at > STOP_SIGNAL_INTERVAL_S

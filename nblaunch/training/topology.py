@@ -23,9 +23,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 @dataclass(frozen=True, slots=True)
 class World:
     rank: int
-    """From 0 to `size` - 1, over all machines."""
     local_rank: int
-    """On this machine."""
     size: int
 
     @property

@@ -25,7 +25,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.arguments import named_arguments, whole_number
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu, is_elsewhere
-from nblaunch.training.loader import ShardedLoader, agreed_seed, given_generators, length_of, samplers_of, shard, shards
+from nblaunch.training.loader import ShardedLoader, agreed_seed, generators_of, length_of, samplers_of, shard, shards
 from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
 
@@ -44,7 +44,6 @@ _LEAST = {
     "log_every": 1,
     "early_stop": 1,
 }
-"""The whole-number settings, each with its minimum."""
 _OWN_OPTIONS = {
     **dict.fromkeys(("function", "args", "kwargs"), "the Trainer gives the function and its arguments"),
     "num_processes": "give nprocs",
@@ -251,7 +250,7 @@ def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Ac
         data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
     move = None if accelerator is None else accelerator.prepare_batch
     copies = None if accelerator is None or accelerator.copies == 1 else accelerator.copies
-    has_order = isinstance(data, ShardedLoader) or given_generators(data)
+    has_order = isinstance(data, ShardedLoader) or generators_of(*samplers_of(data), data)
     loader = shard(data, seed=agreed_seed(data) if has_order else config.seed, move=move, copies=copies)
     loader.load_state_dict({"epoch": 0, "batches": 0, "seed": loader.seed})  # the user may have iterated it before
     return loader
