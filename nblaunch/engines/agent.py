@@ -265,7 +265,6 @@ class AgentGroup:
             self._refuse(error, -1 if call.rank is None else call.rank)
 
     def _refuse(self, error: Exception, rank: int = -1) -> None:
-        """Report that ranks could not be started, or do not get their task."""
         self._outbox.put(FromGroup(self.group, NotStarted(rank, str(error) or repr(error))))
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
@@ -288,7 +287,6 @@ class AgentGroup:
             self._by_rank[rank].interrupt(task)
 
     def ask_stacks(self, rank: int, signal_after_s: float) -> None:
-        """Ask a rank for its stacks; send it a signal if it has not answered by then."""
         self._asked.add(rank)
         self._by_rank[rank].stacks.ask(time.monotonic() + signal_after_s)
 
@@ -476,7 +474,6 @@ class Agent:
         self._wake.set()
 
     def _step(self, group: AgentGroup, now: float) -> None:
-        """Let a group go on; end it alone if it fails."""
         try:
             group.step(now)
         except Exception:  # noqa: BLE001  # the other groups go on

@@ -44,7 +44,17 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
     if kind == "local":
         return engine
     said = shlex.join([kind, *words])
-    return _held.get((said, count)) or _of_nodes(said, _starter(kind, words, count))
+    if (said, count) in _held:
+        return _held[said, count]
+    from nblaunch.engines.node_engine import NodeEngine
+
+    starter = _starter(kind, words, count)
+    for key, other in list(_held.items()):
+        if key[0] == said and key[1] != starter.count and isinstance(other, NodeEngine) and not other.is_busy:
+            _held.pop(key).stop()  # its nodes may be those that are asked for
+    if not _held:
+        atexit.register(release)  # at once: agents alone notice the end of this process later
+    return _held.setdefault((said, starter.count), NodeEngine(starter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +103,6 @@ def _asked(name: Any, num_nodes: Any) -> tuple[str, list[str], int | None]:
     if kind == "local" and count not in (None, 1):
         raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
     return kind, words, count
-
-
-def _of_nodes(said: str, starter: Starter) -> Engine:
-    """Return the engine for these words and number of nodes: the one that is held, or a new one."""
-    from nblaunch.engines.node_engine import NodeEngine
-
-    for key, other in list(_held.items()):
-        if key[0] == said and key[1] != starter.count and isinstance(other, NodeEngine) and not other.is_busy:
-            _held.pop(key).stop()  # its nodes may be those that are asked for
-    if not _held:
-        atexit.register(release)  # at once: agents alone notice the end of this process later
-    return _held.setdefault((said, starter.count), NodeEngine(starter))
 
 
 def _starter(kind: str, words: list[str], count: int | None) -> Starter:

@@ -144,7 +144,6 @@ class ForkServer:
         self.hello: Hello | None = None
         self.launches = 0
         self.is_awaited = True
-        """A launch may wait for it to get ready."""
         self.package = ""
         """The package of `ahead` that it imports, or that is at fault; empty if none."""
         self.problem = ""
@@ -287,7 +286,6 @@ class ForkServer:
             self.channel.poll()
 
     def _why_not(self) -> str:
-        """Return why it is not ready, for users."""
         if self.package and self.channel.closed:
             return "importing it ends the process"
         if self.package:
@@ -402,14 +400,13 @@ class Servers:
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
         """Start no server in the background meanwhile."""
-        counted = 0
+        with self._lock:
+            self._starting += 1
         try:
-            with self._lock:
-                self._starting, counted = self._starting + 1, 1
             yield
-        finally:  # also on an interrupt
+        finally:
             with self._lock:
-                self._starting, self._started = self._starting - counted, time.monotonic()
+                self._starting, self._started = self._starting - 1, time.monotonic()
 
     def usable(
         self, method: Method, where: Where | None = None, show: Callable[[str], None] = lambda text: None

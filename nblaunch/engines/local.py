@@ -116,15 +116,12 @@ class LocalEngine:
             servers.warm_up()
 
     def refresh(self) -> None:
-        """Replace a fork server that is out of date. Called after each cell.
-
-        StartError: the system refuses; the next launch tries again.
-        """
+        """Replace a fork server that is out of date. Called after each cell. StartError: the system refuses."""
         servers.refresh()
 
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
-        where = None if env is None else Where(env, this_process().cwd, named)
-        servers.preload(modules, where)
+        """Import modules; with `env`, of which the user has set `named`, also try again what could not be imported."""
+        servers.preload(modules, None if env is None else Where(env, this_process().cwd, named))
 
     def status(self) -> list[str]:
         return servers.status()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -165,7 +165,7 @@ class NodeEngine:
             raise StartError(f"{self._starter.name}: the nodes are gone; the next launch starts new agents")
         return NodeWorkers(nodes, order, wakeup)
 
-    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+    def preload(self, modules: Sequence[str]) -> None:
         """Let the agents do it, each in the environment that ranks had there."""
         if (nodes := self._nodes) is not None:
             for node in nodes.joined:

@@ -195,10 +195,7 @@ class Nodes:
         build: Callable[[Sequence[Blob]], ToGroup],
         on_error: Callable[[str], None],
     ) -> None:
-        """Send the message that `build` returns in its lane, behind those of the files that the node does not have.
-
-        The files are immutable, and duplicated. If one cannot be read, `on_error` is called with the reason.
-        """
+        """Send the message that `build` returns in its lane, behind those of the files that the node does not have."""
         own = [os.dup(fd) for fd in fds]
         messages = self._with_data(node, lane, own, build)
         weakref.finalize(messages, Descriptors(own).close)  # also if the lane is dropped before it comes to them
@@ -555,7 +552,6 @@ class NodeWorkers:
 
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
-        """Take a message of an agent, and the bytes beside it."""
         if isinstance(message, Call):
             getattr(self, f"on_{message.method}")(node, *message.arguments)
             return
@@ -580,7 +576,6 @@ class NodeWorkers:
         begun: Mapping[int, Sequence[Begun]],
         usage: Sequence[Usage] | None,
     ) -> None:
-        """Take what the ranks of a node have counted; and used, if that was measured."""
         for rank, each in begun.items():
             self._workers[rank].counted = dropped[rank], list(map(in_other_clock, each))
         for sampler in self._samplers:
@@ -620,7 +615,6 @@ class NodeWorkers:
             self._end(node)
 
     def lose(self, node: int, reason: str) -> None:
-        """Note that a node is lost, with its ranks."""
         if node >= len(self._used):
             return
         silent_since = time.monotonic() - LINK_BEAT_S - LINK_SILENCE_S

@@ -283,11 +283,8 @@ class Engine(Protocol):
     def place(self, order: Order, wakeup: Wakeup) -> Workers:
         """Get the processes that start the ranks of a group. The caller closes them. StartError: there are none."""
 
-    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
-        """Import modules in the background, ahead of later launches in the environment of the last one.
-
-        With `env`, of which the user has set the variables `named`, what could not be imported before is tried again.
-        """
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules in the background, ahead of later launches in the environment of the last one."""
 
     def status(self) -> list[str]:
         """Return the lines of ``%distributed status`` about the engine."""

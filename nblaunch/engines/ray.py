@@ -86,8 +86,6 @@ class RayStarter:
             ``--num-gpus N``, by default as many as `num_nodes` nodes have; ``--num-cpus N``, by default 1, because
             ranks use every CPU of the node anyway; ``--resources JSON``, such as ``{"TPU": 4}``.
         num_nodes: The number of nodes. Default: 1.
-
-    ArgumentError: an option is not known, or its value is wrong.
     """
 
     proof: Proof = ""

@@ -37,8 +37,6 @@ class SlurmStarter(CommandStarter):
     Args:
         words: Options of srun, such as ``--partition=gpu``, ``--time=1:00:00``, ``--gres=gpu:4``, ``--account=me``.
         num_nodes: The number of nodes. Default: all of the allocation that the notebook is in, else 1.
-
-    ArgumentError: an option is not the user's.
     """
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:

@@ -31,8 +31,6 @@ class SshStarter(CommandStarter):
         words: The hosts, as ssh knows them; options of ssh may come first, such as ``-F config``. ``--hostfile PATH``
             names a file with a host on each line.
         num_nodes: The number of hosts to use. Default: all.
-
-    ArgumentError: no host is named, or fewer than `num_nodes`.
     """
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:

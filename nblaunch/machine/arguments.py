@@ -29,19 +29,16 @@ def whole_number(name: str, value: Any, *, least: int, most: int | None = None) 
 
 
 def ranks_in_words(world_size: int) -> str:
-    """Return which ranks a group of this size has, in words."""
     if world_size == 1:
         return "the only rank is 0"
     return f"the ranks are 0 {'and' if world_size == 2 else 'to'} {world_size - 1}"
 
 
 def is_rank(value: Any, world_size: int) -> bool:
-    """Return True for a whole number that is a rank of a group of this size."""
     return not isinstance(value, bool) and hasattr(value, "__index__") and 0 <= operator.index(value) < world_size
 
 
 def distinct_ranks(name: str, value: Any, world_size: int) -> tuple[int, ...]:
-    """Return `value` as different ranks of a group of this size, at least one."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentError(f"{name}={value!r:.80}: must be a list of ranks, as in {name}=[0]")
     chosen = list(value)
@@ -53,7 +50,6 @@ def distinct_ranks(name: str, value: Any, world_size: int) -> tuple[int, ...]:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return `value` as a finite, positive number of seconds."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
     raise ArgumentError(f"{name}={value!r}: must be a number of seconds above 0")

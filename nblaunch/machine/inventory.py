@@ -117,7 +117,6 @@ def _import_torch() -> None:
 
 
 def free_descriptors() -> int:
-    """Return how many more file descriptors this process may open."""
     if sys.platform == "win32":
         return _UNLIMITED_DESCRIPTORS  # make_plan refuses Windows
     import resource

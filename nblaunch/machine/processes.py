@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import io
 import os
 import signal
 import sys
@@ -184,15 +183,6 @@ def close_all_but(keep: Collection[int]) -> None:
                 os.fstat(fd)
                 os.dup2(null, fd, inheritable=False)
     os.close(null)
-
-
-def open_table(path: str | os.PathLike[str], size: int) -> io.FileIO:
-    """Create a file of zeros that all of its bytes are on the disk for: a hole would be a SIGBUS where it is mapped."""
-    file = io.FileIO(path, "x+")
-    if file.write(bytes(size)) < size:
-        file.close()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return file
 
 
 def open_log(path: str) -> int:

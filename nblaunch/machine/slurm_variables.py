@@ -49,7 +49,6 @@ def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
 
 
 def refusal(task: SlurmTask) -> str:
-    """Return the message that refuses a launch from one of several tasks."""
     return (
         f"this is task {task.rank} of the {task.count} of a Slurm step, and each of them would launch ranks of its "
         "own: start one task (srun -n1), or leave out notebook_launcher and let the tasks be the ranks (srun "

@@ -168,7 +168,6 @@ class Names:
     private: tuple[str, ...] = ()
     """Further names that it has: those that begin with an underscore."""
     begun: CollectivesBegun = field(default_factory=CollectivesBegun)
-    """The collectives that it has begun in the present process group."""
     lost: tuple[str, ...] = ()
     """Keys of tensors and modules of the notebook that it no longer has."""
 

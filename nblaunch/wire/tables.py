@@ -6,6 +6,8 @@ being read while it is written. What a rank could not write, it and its forked c
 
 from __future__ import annotations
 
+import errno
+import io
 import mmap
 import os
 import struct
@@ -15,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.processes import open_table
 from nblaunch.wire.launch_files import rank_table
 
 # ------------------------------------------------------------------ the last collective of each process group
@@ -62,7 +63,10 @@ class RankTable:
     """What all ranks of a group have begun and dropped; for the kernel, which reads it."""
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open_table(rank_table(scratch), ranks * _RANK_BYTES)  # read after the folder is removed
+        self._file = io.FileIO(rank_table(scratch), "x+")  # which is read after the folder is removed
+        if self._file.write(bytes(ranks * _RANK_BYTES)) < ranks * _RANK_BYTES:  # a hole is a SIGBUS where it is mapped
+            self._file.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def begun(self, rank: int) -> list[Begun]:
         rows = (self._begun(rank * _RANK_BYTES + number * _ROW.size) for number in range(ROWS))
@@ -177,7 +181,6 @@ class Dropped:
 
     @property
     def why(self) -> str:
-        """The reason: a system error, or the variable that sets the limit."""
         return os.strerror(self.reason) if self.reason else _LIMIT
 
 

@@ -255,7 +255,7 @@ class FakeEngine:
         self.orders.append(order)
         return self.workers
 
-    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+    def preload(self, modules: Sequence[str]) -> None:
         """Nothing to import."""
 
     def status(self) -> list[str]:

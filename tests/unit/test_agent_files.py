@@ -56,11 +56,6 @@ def taken(messages: list[Message]) -> list[tuple[str, str, bytes]]:
     return found
 
 
-def test_a_rank_that_ends_after_a_burst_loses_no_line(files: AgentFiles) -> None:
-    rank_file(files.directory("/kernel"), 0, "out").write_bytes(b"x" * (40 << 20))
-    assert sum(len(data) for _, _, data in taken(list(files.unsent([0])))) == 40 << 20
-
-
 def test_lines_of_all_ranks_share_a_message(files: AgentFiles) -> None:
     directory = files.directory("/kernel")
     for rank in range(8):

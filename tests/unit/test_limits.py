@@ -130,14 +130,6 @@ def test_the_remedy_suits_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.remedy(OSError(errno.ENOSPC, "full")) == ""
 
 
-def test_without_proc_the_machines_memory_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise FileNotFoundError("/proc/meminfo")
-
-    monkeypatch.setattr(psutil, "virtual_memory", refuse)
-    assert 0 < free_memory() <= limits.physical_memory()
-
-
 def test_limits_of_processes_are_named(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_ROOT", cgroups.root)
     monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
