@@ -21,11 +21,7 @@ from nblaunch.wire.messages import Cell
 
 
 class CellSyntaxError(Exception):
-    """The SyntaxError of a cell for the ranks. IPython would show our frames with a subclass of SyntaxError.
-
-    Attributes:
-        shown: The error itself.
-    """
+    """Shows the SyntaxError of a cell for the ranks. IPython would show our frames with a subclass of SyntaxError."""
 
     def __init__(self, shown: SyntaxError) -> None:
         super().__init__(str(shown))
@@ -45,14 +41,7 @@ def make_cell(
 ) -> Cell:
     """Return the cell for the ranks: notebook syntax translated, lines counted as the user sees them.
 
-    Args:
-        shell: The notebook's shell.
-        body: The cell without the magic's line.
-        ranks: The ranks that run it; None: all.
-        value_rank: Ranks display the value of the last expression, except this one (-1: all do). Default: none do.
-
-    Raises:
-        CellSyntaxError: As for any cell.
+    Ranks display the value of the last expression, except `value_rank` (-1: all do; None: none do).
     """
     raw = shell.history_manager.input_hist_raw
     count = len(raw) - 1  # execution_count may already be the next cell's

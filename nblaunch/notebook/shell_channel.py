@@ -34,10 +34,7 @@ class ShellChannel:
     """The shell channel of a kernel.
 
     ipykernel 7 reads the channel in a thread of its own, which answers. ipykernel 6 reads it in the thread that runs
-    cells, which must call `serve` while it waits.
-
-    Args:
-        kernel: An ipykernel; None if there is none.
+    cells, which must call `serve` while it waits. Without a kernel it does nothing.
     """
 
     def __init__(self, kernel: Any) -> None:

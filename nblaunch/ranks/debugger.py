@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -45,18 +45,13 @@ class _Interrupted(BaseException):
 
 
 class RankDebugger(Pdb):
-    """The debugger of one thread, which holds the keyboard's turn while it is open. It may run one `command` alone.
-
-    Attributes:
-        is_open: It waits for a command, or runs one.
-    """
+    """The debugger of one thread, which holds the keyboard's turn while it is open. It may run one `command` alone."""
 
     def __init__(self, keyboard: Keyboard, by: OpenedBy, command: str = "") -> None:
         self._screen = Screen(keyboard)
-        lines = Lines(keyboard, self._screen, lambda: not self._continues)
         self._continues = False
         """The line that is read continues a statement."""
-        super().__init__(stdin=lines, stdout=self._screen, nosigint=True, readrc=False)
+        super().__init__(stdin=self, stdout=self._screen, nosigint=True, readrc=False)
         self.prompt = ""
         self.report_skipped = False
         self._keyboard, self._by = keyboard, by
@@ -128,6 +123,13 @@ class RankDebugger(Pdb):
         while not self._keyboard.link.interrupted:
             time.sleep(timeouts.TYPED_CHECK_INTERVAL_S)
         raise KeyboardInterrupt  # it came between two lines of ours
+
+    def readline(self) -> str:
+        """Called by pdb, which takes this for its stdin."""
+        self._screen.send()
+        with contextlib.suppress(EOFError):
+            return self._keyboard.ask("", is_command=not self._continues) + "\n"
+        return ""
 
     def preloop(self) -> None:
         if self._command:
@@ -202,7 +204,6 @@ class RankDebugger(Pdb):
         self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")
 
 
-# ------------------------------------------------------------------ its streams
 class Screen(io.TextIOBase):
     """Where the debugger prints: text goes to the notebook before each request for a line.
 
@@ -231,14 +232,3 @@ class Screen(io.TextIOBase):
         if text:
             link = self._keyboard.link
             link.send(Printed(link.rank, link.task, text))
-
-
-class Lines:
-    def __init__(self, keyboard: Keyboard, screen: Screen, is_command: Callable[[], bool]) -> None:
-        self._keyboard, self._screen, self._is_command = keyboard, screen, is_command
-
-    def readline(self) -> str:
-        self._screen.send()
-        with contextlib.suppress(EOFError):
-            return self._keyboard.ask("", is_command=self._is_command()) + "\n"
-        return ""

@@ -196,12 +196,9 @@ class KernelChannel:
 
 
 class Keyboard:
-    """Takes what the user types in the notebook, for the debugger and ``input``. One thread at a time has it: `turn`.
+    """Takes what the user types in the notebook, for the debugger and ``input``. One thread at a time has its `turn`.
 
-    Attributes:
-        turn: Held by the thread whose debugger or ``input`` is open. Reentrant.
-        can_type: Whether the user can type in the present task.
-        look: Called by the reading thread when the kernel asks for a look.
+    The reading thread calls `look` when the kernel asks for a look.
     """
 
     def __init__(self, link: KernelChannel) -> None:

@@ -34,16 +34,13 @@ _OF_ARRAYS = {"cupy", "jax", "jaxlib", "numpy", "pandas", "polars", "pyarrow", "
 
 
 class Namespace(pickling.Home):
-    """The names that live in one kept rank.
-
-    Attributes:
-        names: The globals of its tasks.
-        main: Further definitions of the notebook's ``__main__``.
-    """
+    """The names that live in one kept rank."""
 
     def __init__(self, rank: int) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
+        """The globals of its tasks."""
         self.main: dict[str, Any] = {}
+        """Further definitions of the notebook's ``__main__``."""
         self.is_set_up = False
         """The first task has set threads, device and ``__main__``; later ones leave what cells have made of them."""
         self._rank = rank
@@ -137,26 +134,24 @@ class Namespace(pickling.Home):
         return {name: value for name, value in found if isinstance(name, str)}
 
     def answer(self, question: Question) -> Any:
-        if question.kind == "value":
-            return eval(question.text, self.names)
-        if question.kind == "repr":
-            return repr(eval(question.text, self.names))[:_MAX_REPR_CHARS]
-        if question.kind == "complete":
-            return self._complete(question.text)
-        if question.kind == "debug":
-            if self._error is not None:
-                self.examine(self._error)
-            return self._error is not None
-        if question.kind == "dump":
-            return self._dump()
-        if question.kind == "restore":
-            return self._lost
+        match question.kind:
+            case "value":
+                return eval(question.text, self.names)
+            case "repr":
+                return repr(eval(question.text, self.names))[:_MAX_REPR_CHARS]
+            case "complete":
+                completer, text = rlcompleter.Completer(self._named()), question.text
+                found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
+                return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
+            case "debug":
+                if self._error is not None:
+                    self.examine(self._error)
+                return self._error is not None
+            case "dump":
+                return self._dump()
+            case "restore":
+                return self._lost
         return None  # "names" and "push": `Names` follows in any case
-
-    def _complete(self, text: str) -> list[str]:
-        completer = rlcompleter.Completer(self._named())
-        found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
-        return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
 
     def _why_not(self, name: str, value: Any) -> str:
         probe = _Probe()

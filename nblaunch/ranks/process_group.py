@@ -329,17 +329,15 @@ def _begin(call: Callable[[], None]) -> threading.Lock:
     """Call a function in another thread, and return a lock that is released at its end."""
     ended = threading.Lock()
     ended.acquire()
-    _thread.start_new_thread(_run, (call, ended))  # `threading` must list the user's threads only
-    return ended
 
-
-def _run(call: Callable[[], None], ended: threading.Lock) -> None:
-    processes.leave_signals_to_main_thread()
-    try:
+    def run() -> None:
+        processes.leave_signals_to_main_thread()
         with contextlib.suppress(Exception):  # CUDA's errors; a group that was aborted before, or by torch's watchdog
             call()
-    finally:
         ended.release()
+
+    _thread.start_new_thread(run, ())  # `threading` must list the user's threads only
+    return ended
 
 
 # ------------------------------------------------------------------ forks

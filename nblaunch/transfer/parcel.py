@@ -66,12 +66,7 @@ class _StandIn(bytearray):
 
 
 class Outgoing(BufferSink):
-    """A pickle, and the memory and descriptors that leave it.
-
-    Attributes:
-        sizes: Bytes by the name of a part.
-        lent: Owners of shared memory and descriptors, to be kept alive until the receiver has them.
-    """
+    """A pickle, and the memory and descriptors that leave it."""
 
     def __init__(self, is_here: bool = True) -> None:
         self.is_here = is_here
@@ -80,7 +75,9 @@ class Outgoing(BufferSink):
         """Memory, or the index of a descriptor."""
         self.descriptors: list[int] = []
         self.lent: list[object] = []
+        """Owners of shared memory and descriptors, to be kept alive until the receiver has them."""
         self.sizes: dict[str, int] = {}
+        """Bytes by the name of a part."""
         self._owners: list[object] = []
         self._storages: list[Any] = []
         self._counted: list[Region] = []
@@ -141,12 +138,9 @@ class Outgoing(BufferSink):
 
 
 class Parcel:
-    """A packed object.
+    """A packed object: the descriptors to send, which `close` closes, and the bytes of its parts, by name.
 
-    Attributes:
-        fds: The descriptors to send. `close` closes them.
-        sizes: Bytes of each named part; under "" those of all else.
-        copied: Bytes that were copied for this parcel.
+    Under "" `sizes` has the bytes of all else. `copied` counts the bytes that were copied for this parcel.
     """
 
     def __init__(self, blob: int, placed: Sequence[Segment], outgoing: Outgoing, copied: int) -> None:

@@ -23,13 +23,10 @@ MIN_SLICED_BYTES = 1 << 20
 
 
 class BufferSink:
-    """Takes a pickle and the memory that leaves it. This one discards both.
-
-    Attributes:
-        is_here: Whether all receivers are on this machine.
-    """
+    """Takes a pickle and the memory that leaves it. This one discards both."""
 
     is_here = True
+    """All receivers are on this machine."""
 
     def write(self, data: Any, /) -> object:
         """Take the next bytes of the pickle."""
