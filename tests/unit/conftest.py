@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
+from nblaunch.launch.frontend import register
+from tests.unit.notebooks import Notebook
+
 hypothesis.settings.register_profile("untimed", deadline=None)  # a test's time is the machine's
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    """A fake notebook, the host of launches for the time of a test."""
+    opened = Notebook()
+    register(opened)
+    yield opened
+    register(None)
+    for filename in opened.labels:
+        linecache.cache.pop(filename, None)
 
 
 @pytest.fixture

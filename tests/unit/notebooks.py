@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from nblaunch.launch.frontend import Frontend, register
+from nblaunch.launch.frontend import Frontend
 from nblaunch.launch.views import NullView, View
 
 
@@ -38,16 +36,3 @@ class Notebook(Frontend):
 
     def can_type(self) -> bool:
         return False
-
-
-@contextmanager
-def open_notebook() -> Iterator[Notebook]:
-    """Register a fake notebook as the host of launches, until the context exits."""
-    notebook = Notebook()
-    register(notebook)
-    try:
-        yield notebook
-    finally:
-        register(None)
-        for filename in notebook.labels:
-            linecache.cache.pop(filename, None)

@@ -91,6 +91,19 @@ def used(body: str) -> str:
         ("y = !ls {model.x}", "model x"),
         ("!echo $HOME", ""),
         ("a?", "a"),
+        # names that the cell binds before it reads them
+        ("model = f()\nmodel.train()", "f"),
+        ("if rank:\n    model = 1\nmodel", "model"),
+        ("model = model.half()\nmodel", "model"),
+        ("def f():\n    return model\nmodel = 1\nf()", "model"),
+        ("import model\nmodel.x", ""),
+        ("model: int\nmodel", "model"),
+        # await at the top
+        ("await f(a)", "a f"),
+        ("async with a as item: item", "a"),
+        ("async for item in a: f(item)", "a f"),
+        ("x = [y async for y in a]", "a"),
+        ("async def g(): return await f()\nawait g()", "f"),
         # what a rank has of its own
         ("rank + device; display(In); open(a); __name__", "a"),
         ("", ""),
@@ -131,42 +144,12 @@ def test_lines_are_counted_from_the_magics_own(body: str, line: int) -> None:
 
 
 # ------------------------------------------------------------------ cells that cannot be run
-@pytest.mark.parametrize(
-    ("body", "names"),
-    [
-        ("await f(a)", "a f"),
-        ("async with a as item: item", "a"),
-        ("async for item in a: f(item)", "a f"),
-        ("x = [y async for y in a]", "a"),
-        ("async def g(): return await f()\nawait g()", "f"),
-    ],
-)
-def test_a_cell_may_await_at_the_top(body: str, names: str) -> None:
-    assert used(body) == names
-
-
 def test_a_syntax_error_is_one_with_its_line() -> None:
     with pytest.raises(CellSyntaxError, match="invalid syntax") as caught:
         cell_of("a = 1\nb = = 2")
     shown = caught.value.shown
     assert (type(shown), shown.lineno) == (SyntaxError, 3)
     assert Shell.compile.format_code_name(str(shown.filename)) == ("Cell", "In[7]")
-
-
-@pytest.mark.parametrize(
-    ("source", "used"),
-    [
-        ("model = build()\nmodel.train()\n", ["build"]),
-        ("if rank:\n    model = 1\nmodel\n", ["model"]),
-        ("model = model.half()\nmodel\n", ["model"]),
-        ("def f():\n    return model\nmodel = 1\nf()\n", ["model"]),
-        ("import model\nmodel.x\n", []),
-        ("model: int\nmodel\n", ["model"]),
-    ],
-)
-def test_a_name_that_the_cell_binds_before_it_reads_it_is_its_own(source: str, used: list[str]) -> None:
-    cell = Cell(source, "<cell>", "")
-    assert names_used(cell, {"model": 1, "build": 2}) == used
 
 
 def test_two_threads_may_ask_for_the_notebooks_cells() -> None:

@@ -24,16 +24,10 @@ from nblaunch.launch.payload import for_cell, for_function, name_of, parts_of, s
 from nblaunch.transfer.cell_effects import read_flags, set_flags
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
-from tests.unit.notebooks import Notebook, open_notebook
+from tests.unit.notebooks import Notebook
 
 FIX = ": create it in the ranks, or send the data to create it from"
 LOCK = "import threading; lock = threading.Lock()\n"
-
-
-@pytest.fixture
-def notebook() -> Iterator[Notebook]:
-    with open_notebook() as opened:
-        yield opened
 
 
 def arrived(payload: Payload) -> Payload:
@@ -339,7 +333,7 @@ def test_a_seed_that_was_not_set_is_not_set_in_the_ranks(torchs_settings_restore
 
 def test_settings_of_unloaded_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.delitem(sys.modules, "numpy.random")
+    monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
     settings = settings_now()
     assert (settings.torch_rng, settings.numpy_rng) == (None, None)
     assert "default dtype" not in settings.flags

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,7 @@ from nblaunch.transfer.pickling import (
     explain,
     names_of,
 )
-from tests.unit.notebooks import Notebook, open_notebook
-
-
-@pytest.fixture
-def notebook() -> Iterator[Notebook]:
-    with open_notebook() as opened:
-        yield opened
+from tests.unit.notebooks import Notebook
 
 
 def sent(obj: Any) -> Any:

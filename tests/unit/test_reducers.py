@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,7 @@ from torch.nn.utils import prune
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parcel import pack
 from nblaunch.wire import RANK
-from tests.unit.notebooks import Notebook, open_notebook
-
-
-@pytest.fixture
-def notebook() -> Iterator[Notebook]:
-    with open_notebook() as opened:
-        yield opened
+from tests.unit.notebooks import Notebook
 
 
 def sent(obj: Any) -> Any:

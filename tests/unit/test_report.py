@@ -53,9 +53,10 @@ class Stream(IterableDataset[int]):
 
 
 # ------------------------------------------------------------------ outside a launch
-def test_outside_a_launch_report_does_nothing_whatever_it_is_given() -> None:
+def test_outside_a_launch_reports_do_nothing_whatever_they_are_given() -> None:
     assert current() is None
     nblaunch.report(step="no step", accuracy="no number")  # type: ignore[arg-type]  # on purpose
+    mark_best("loss", "no step")  # type: ignore[arg-type]  # on purpose
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,3 @@ def test_a_mark_without_a_step_or_value_is_named(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"^mark_best\(metric=\['loss'\]\): expected the name of a metric"):
         mark_best(["loss"], 2)  # type: ignore[arg-type]  # on purpose
     assert rank.records() == []
-
-
-def test_outside_a_launch_mark_best_does_nothing() -> None:
-    mark_best("loss", "no step")  # type: ignore[arg-type]  # on purpose
