@@ -229,6 +229,7 @@ def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list
     def work() -> None:
         ranks.queue.enqueue(ticket)
         with ranks.claimed(ticket, stop.is_set, stop.set, needs_ranks=False):
+            ranks.own_path = []
             dumps = _dumps(ranks, chosen, stop) if keep else {}
             try:
                 try:

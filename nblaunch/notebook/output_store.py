@@ -168,8 +168,9 @@ class OutputStore:
 def content_of(output: Output) -> OutputContent:
     """Return an output as the page and the record show it: safe HTML, an image as base64, or text."""
     text = OutputContent("text", output.text, "", None, None)
-    body = _body(output)
-    if body is None:
+    try:
+        body = output.body.encode(errors="replace") if isinstance(output.body, str) else output.body.read_bytes()
+    except OSError:  # pruned, or replaced meanwhile
         return text
     if output.mime == "text/html":
         html = safe_html(body.decode(errors="replace"))
@@ -178,12 +179,3 @@ def content_of(output: Output) -> OutputContent:
         source = f"data:{output.mime};base64,{base64.b64encode(body).decode()}"
         return OutputContent("image", source, output.text, output.width, output.height)
     return replace(text, body=body.decode(errors="replace"))
-
-
-def _body(output: Output) -> bytes | None:
-    if isinstance(output.body, str):
-        return output.body.encode(errors="replace")
-    try:
-        return output.body.read_bytes()
-    except OSError:  # pruned, or replaced meanwhile
-        return None

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,7 +116,10 @@ class RankShell(InteractiveShell):
         """Use this namespace and the current folder, environment and streams. Called when a task begins."""
         self.user_module, self.user_ns = self.prepare_user_module(None, namespace)
         self.ns_table.update(user_global=namespace, user_local=namespace)
-        folder = _folder()
+        try:
+            folder = os.getcwd()
+        except OSError:  # it was removed
+            folder = os.sep
         namespace.setdefault("_dh", [folder])  # %cd appends to it
         self.user_ns_hidden = dict.fromkeys(("_dh", "get_ipython", "_exit_code"))
         self.starting_dir = folder
@@ -225,10 +227,3 @@ def _forget(kernels: InteractiveShell) -> None:
 def _refuse(magic: str) -> None:
     if magic.lstrip("%") in _NEEDS_THE_NOTEBOOK:
         raise RuntimeError(f"{magic} cannot run in a rank: run it in a cell of the notebook")
-
-
-def _folder() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed
-        return os.sep

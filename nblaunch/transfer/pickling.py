@@ -260,7 +260,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield "{}'s keywords", obj.keywords
     elif isinstance(obj, Mapping):
         for key, value in obj.items():
-            yield f"{{}}[{_escaped(key)}]", value
+            escaped = repr(key).replace("{", "{{").replace("}", "}}")
+            yield f"{{}}[{escaped}]", value
     elif isinstance(obj, (list, tuple, set, frozenset)):
         for index, value in enumerate(obj):
             yield f"{{}}[{index}]", value
@@ -319,10 +320,6 @@ def _lookups(code: types.CodeType, instructions: Collection[str]) -> Iterator[st
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _lookups(constant, instructions)
-
-
-def _escaped(key: object) -> str:
-    return repr(key).replace("{", "{{").replace("}", "}}")
 
 
 def _brief(error: Exception) -> str:

@@ -77,13 +77,9 @@ def _compiler_of(function: Any) -> Any:
     """Return the context that `torch.compile` has made a function with; calling it compiles another function."""
     if "_torchdynamo_orig_callable" not in vars(function):
         return None
-    compiler = _closure_of(function).get("self")
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    compiler = cells["self"].cell_contents if "self" in cells else None
     return compiler if type(compiler).__name__ == "OptimizeContext" else None
-
-
-def _closure_of(function: Any) -> dict[str, Any]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
 
 
 def _reduce_cached(function: Any, sink: BufferSink | None) -> Reduced | None:
