@@ -60,11 +60,9 @@ SURVIVES = {
     "display": "block|inline-block",
     "font-family": "monospace",
     "font-size": LENGTHS,
-    "font-weight": "bold",
     "height": "auto",
     "line-height": r"\d\.\d",
     "margin": LENGTHS,
-    "margin-bottom": LENGTHS,
     "margin-top": LENGTHS,
     "max-width": "100%",
     "opacity": r"0\.\d",
@@ -93,7 +91,6 @@ class Page(HTMLParser):
         self.text = ""
         self.images: list[ET.Element] = []
         self.alts: list[str] = []
-        self.styles: set[str] = set()
         self.open: list[str] = []
         """The text of each part that is unfolded from the start."""
         self._stack: list[str] = []
@@ -109,7 +106,6 @@ class Page(HTMLParser):
         for style in filter(None, (values.get("style") or "").split(";")):
             name, _, value = style.partition(":")
             assert re.fullmatch(SURVIVES[name], value), style
-            self.styles.add(style)
         if tag == "img":
             self._image(values)
         else:
