@@ -44,15 +44,8 @@ _LEAST = {
     "log_every": 1,
     "early_stop": 1,
 }
-_OWN_OPTIONS = {
-    **dict.fromkeys(("function", "args", "kwargs"), "the Trainer gives the function and its arguments"),
-    "num_processes": "give nprocs",
-    "device": "give compute_setup",
-    "backend": "give TrainConfig's own backend",
-    "mixed_precision": "give TrainConfig's own mixed_precision",
-    "block": "fit waits for its ranks",
-}
-"""The arguments of a launch that a Trainer sets itself, each with what to do instead."""
+_OWN_OPTIONS = ("function", "args", "kwargs", "num_processes", "device", "backend", "mixed_precision", "block")
+"""The arguments of a launch that a Trainer sets itself."""
 
 
 @named_arguments
@@ -180,7 +173,10 @@ class TrainConfig:
                 raise ArgumentError(f"{name}={given!r:.80}: give a dict of arguments for {function}")
         for name in self.launch_options:
             if name in _OWN_OPTIONS:
-                raise ArgumentError(f"launch={dict(self.launch_options)!r:.80}: {_OWN_OPTIONS[name]}")
+                raise ArgumentError(
+                    f"launch={dict(self.launch_options)!r:.80}: the Trainer sets {name} itself: give nprocs, "
+                    "compute_setup, backend or mixed_precision to TrainConfig"
+                )
 
     @property
     def launch_options(self) -> Mapping[str, Any]:

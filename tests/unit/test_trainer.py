@@ -34,6 +34,7 @@ from nblaunch.training.train_config import loader_of
         ({"resume": "yes"}, r"resume='yes': use True or False"),
         ({"warmup": 3}, r"warmup=3 needs a schedule: use one of constant, linear, cosine"),
         ({"checkpoint_every": 5}, r"checkpoint_every=5 needs a folder: give checkpoint_dir"),
+        ({"restore_best": True}, r"restore_best=True needs a folder: give checkpoint_dir"),
         ({"checkpoint_dir": 3}, r"checkpoint_dir=3: give the path of a folder"),
         ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
         ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
@@ -42,8 +43,10 @@ from nblaunch.training.train_config import loader_of
             r"ddp_kwargs=\['bucket_cap_mb'\]: give a dict of arguments for Distributed",
         ),
         ({"launch": "slurm"}, r"launch='slurm': give a dict of arguments for notebook_launcher"),
-        ({"launch": {"block": False}}, r"launch=\{'block': False\}: fit waits for its ranks"),
-        ({"launch": {"device": "cuda"}}, r"launch=\{'device': 'cuda'\}: give compute_setup"),
+        (
+            {"launch": {"device": "cuda"}},
+            r"launch=\{'device': 'cuda'\}: the Trainer sets device itself: give .*compute_s",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
