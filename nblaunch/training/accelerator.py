@@ -496,8 +496,13 @@ class Preparation:
                     "not exchange its gradients: give the module undivided, and a plan to Parallelism(plan=...)"
                 )
             return module  # already placed and sharded, perhaps by the user
-        if self.divides and any(True for _ in module.parameters()):
-            return self._divided(module)
+        if self.parallelism is not None and self.divides and any(True for _ in module.parameters()):
+            own = unwrapped(module)
+            self._cast(own)
+            cast_forward(own, self.device, self.precision)
+            shard_model(own, self.parallelism, self.device, self.precision)
+            self.gradient_state.modules.add(own)
+            return module
         if any(tensor.device != self.device for tensor in (*module.parameters(), *module.buffers())):
             module.to(self.device)
         self._cast(module)
@@ -506,15 +511,6 @@ class Preparation:
             device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
             module = DistributedDataParallel(module, **{**device_ids, **self.accelerator.ddp_kwargs})
             self.gradient_state.modules.add(module)
-        return module
-
-    def _divided(self, module: nn.Module) -> nn.Module:
-        assert self.parallelism is not None
-        own = unwrapped(module)
-        self._cast(own)
-        cast_forward(own, self.device, self.precision)
-        shard_model(own, self.parallelism, self.device, self.precision)
-        self.gradient_state.modules.add(own)
         return module
 
     def _cast(self, module: nn.Module) -> None:

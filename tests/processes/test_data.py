@@ -20,12 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from nblaunch.training import (
-    Accelerator,
-    ShardedLoader,
-    TrainConfig,
-    shard,
-)
+from nblaunch.training import Accelerator, ShardedLoader, TrainConfig, shard
 from nblaunch.training.collectives import exchange
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.topology import world
@@ -129,14 +124,13 @@ def check_a_look_by_one_rank() -> None:
 
 
 def check_resumption() -> None:
-    for make in (lambda: DataLoader(DATA, 8, shuffle=True), lambda: DataLoader(Numbers(67), 8)):
-        loader, fresh = shard(make()), shard(make())
-        gathered(loader)
-        passing = iter(loader)
-        next(passing)
-        fresh.load_state_dict(loader.state_dict())
-        assert list(map(flat, fresh)) == list(map(flat, passing))
-        assert gathered(fresh) == gathered(loader)
+    loader, fresh = (shard(DataLoader(Numbers(67), 8)) for _ in range(2))
+    gathered(loader)
+    passing = iter(loader)
+    next(passing)
+    fresh.load_state_dict(loader.state_dict())
+    assert list(map(flat, fresh)) == list(map(flat, passing))
+    assert gathered(fresh) == gathered(loader)
 
 
 def check_streams_out_of_step() -> None:
