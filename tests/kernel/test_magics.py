@@ -273,12 +273,6 @@ def test_a_fork_of_the_kernel_has_a_shell_of_its_own(kernel: Kernel) -> None:
     assert not [message for message in cell.messages if message["msg_type"] == "display_data"]
 
 
-def test_a_command_in_a_shipped_function_works_in_a_rank(kernel: Kernel) -> None:
-    kernel.run("def shout():\n    !echo from a function").check()
-
-    assert "[rank 1] from a function" in kernel.run("%%distributed -n 2\nshout()").check().stdout
-
-
 def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
     """After each plt.show() matplotlib numbers them from 1 again."""
     show = "plt.plot([1, 2])\nplt.show()\n"

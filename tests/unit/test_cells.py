@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nblaunch.notebook.cells import CellSyntaxError, _to_session, make_cell, names_used, paused
+from nblaunch.notebook.cells import _to_session, make_cell, names_used, paused
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.messages import Cell
 
@@ -20,7 +19,6 @@ class Shell:
     """What reading a cell asks of IPython's shell."""
 
     history_manager = SimpleNamespace(input_hist_raw=[""] * 8)  # the first is no cell's
-    compile = CachingCompiler()
 
     def transform_cell(self, body: str) -> str:
         return TransformerManager().transform_cell(body)
@@ -144,14 +142,6 @@ def test_lines_are_counted_from_the_magics_own(body: str, line: int) -> None:
 
 
 # ------------------------------------------------------------------ cells that cannot be run
-def test_a_syntax_error_is_one_with_its_line() -> None:
-    with pytest.raises(CellSyntaxError, match="invalid syntax") as caught:
-        cell_of("a = 1\nb = = 2")
-    shown = caught.value.shown
-    assert (type(shown), shown.lineno) == (SyntaxError, 3)
-    assert Shell.compile.format_code_name(str(shown.filename)) == ("Cell", "In[7]")
-
-
 def test_two_threads_may_ask_for_the_notebooks_cells() -> None:
     typed = [f"x = {number}" for number in range(3)]
     asked: list[Any] = []

@@ -190,11 +190,6 @@ def test_variables_of_enclosing_functions_are_used_names(notebook: Notebook) -> 
     assert names_of(names["train"]) == {"bound": 1, "model": 2}
 
 
-def test_the_body_of_a_local_class_uses_globals(notebook: Notebook) -> None:
-    names = notebook.run("size = 3\ndef train():\n    class Net:\n        width = size\n    return Net")
-    assert names_of(names["train"])["size"] == 3
-
-
 # ------------------------------------------------------------------ which part cannot be sent
 LOCK = "import threading; lock = threading.Lock()\n"
 BECAUSE = ", a thread lock, which cannot be sent to another process (TypeError: cannot pickle '_thread.lock' object)"
@@ -230,13 +225,6 @@ def test_the_part_that_cannot_be_sent_is_named(notebook: Notebook, source: str, 
 
 def test_a_sendable_object_needs_no_explanation(notebook: Notebook) -> None:
     assert explain(notebook.run("def train(): return 1")["train"], "train") is None
-
-
-def test_an_attribute_named_like_an_unsendable_global_is_not_blamed(notebook: Notebook) -> None:
-    names = notebook.run(LOCK + "import _thread\nother = _thread.allocate_lock()\ndef train(x): return x.lock, other")
-    reason = explain(names["train"], "`train`")
-    assert reason is not None
-    assert reason.path == "`train` uses `other`"
 
 
 def test_an_object_that_holds_itself_is_explained_all_the_same() -> None:
