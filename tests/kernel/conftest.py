@@ -11,6 +11,11 @@ from tests.conftest import eventually
 from tests.kernel.harness import IMPORT_AHEAD, Kernel, running_kernel
 from tests.kernel.page import Page
 
+_FIRST_LAUNCH = (
+    "import gc\nnotebook_launcher(lambda: None, num_processes=1, view='none')\n"
+    "gc.freeze()  # or each %reset looks through all of torch"
+)
+
 
 @pytest.fixture(scope="package")
 def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
@@ -18,7 +23,7 @@ def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> I
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_STATE_DIR=str(state), CUDA_VISIBLE_DEVICES="") as kernel:
         kernel.run(f"{IMPORT_AHEAD}%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
+        kernel.run(_FIRST_LAUNCH).check()
         yield kernel
 
 
@@ -57,7 +62,7 @@ def panel_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with running_kernel(NBLAUNCH_VIEW="auto", NBLAUNCH_STATE_DIR=str(state)) as kernel:
         kernel.run(f"import builtins; builtins.own_callback = {_CALLBACK}").check()
         kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
+        kernel.run(_FIRST_LAUNCH).check()
         yield kernel
 
 

@@ -47,13 +47,18 @@ CELLS = (
 )
 
 
-@pytest.fixture
-def notebook(kernel: Kernel, tmp_path: Path) -> Kernel:
-    """A notebook whose folder is the test's."""
-    kernel.run(f"%cd -q {tmp_path}\n%reset -f\nfrom nblaunch import notebook_launcher").check()
+@pytest.fixture(scope="module")
+def shared_notebook(shared_kernel: Kernel) -> Kernel:
     for cell in CELLS:
-        kernel.run(cell).check()
-    return kernel
+        shared_kernel.run(cell).check()
+    return shared_kernel
+
+
+@pytest.fixture
+def notebook(shared_notebook: Kernel, tmp_path: Path) -> Kernel:
+    """A notebook whose folder is the test's."""
+    shared_notebook.run(f"%cd -q {tmp_path}").check()
+    return shared_notebook
 
 
 def run_in_ranks(kernel: Kernel, script: str) -> str:
