@@ -20,12 +20,12 @@ def train(rank):
     print("done", flush=True)
     return float(weights.sum())
 """
-BOX = ".jp-Stdin-input"
+EMPTY = "all => all.length === 1 && !all[0].value"
 
 
 def box(lab: Lab) -> Locator:
     """The input box of the cell."""
-    return lab.page.locator(f"{BOX}:visible")
+    return lab.page.locator(".jp-Stdin-input:visible")
 
 
 def enter(lab: Lab, text: str) -> None:
@@ -44,7 +44,7 @@ def test_a_background_launch_says_what_brings_the_prompt(fresh_lab: Lab) -> None
     box(lab).wait_for()
     enter(lab, "p weights")
     lab.output("tensor([2., 2., 2.])").first.wait_for()
-    eventually(lambda: box(lab).evaluate_all("all => all.length === 1 && !all[0].value"))
+    eventually(lambda: box(lab).evaluate_all(EMPTY))
     enter(lab, "c")
     lab.wait_for_state("finished")
     lab.log_says("[rank 1] done")
@@ -62,18 +62,14 @@ def test_stop_ends_a_cell_that_waits_for_a_line(lab: Lab) -> None:
 @pytest.mark.parametrize("size", [(1200, 1040)])
 def test_the_readmes_cell_is_debugged_in_its_own_box(lab: Lab) -> None:
     (cell,) = [block for block in blocks("python") if "breakpoint()" in block]
-    box = lab.page.locator(f"{BOX}:visible")
     lab.run("import torch\nimport torch.distributed as dist", cell.rstrip())
     typed = {"all p loss": "rank 1: tensor(nan)", "rank 0": "rank 0 runs on", "p rank, loss": "(0, tensor(0.7000))"}
     for text, answer in {**typed, "q": "", "c": ""}.items():
-        eventually(
-            lambda: box.evaluate_all("all => all.length === 1 && !all[0].value")
-        )  # an answered one stays a while
+        eventually(lambda: box(lab).evaluate_all(EMPTY))  # an answered one stays a while
         if text == "q":
             lab.page.locator(".jp-CodeCell").nth(2).evaluate("cell => cell.scrollIntoView({block: 'start'})")
             keep_picture(lab.page, "debugging.png")
-        box.fill(text)
-        box.press("Enter")
+        enter(lab, text)
         lab.output(answer).first.wait_for()
     lab.wait_for_state("finished")
 

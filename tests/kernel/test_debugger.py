@@ -165,14 +165,6 @@ def test_input_after_q_raises_instead_of_waiting(kernel: Kernel) -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_an_interrupt_ends_a_typed_statement(kernel: Kernel) -> None:
-    request = kernel.start_cell(STOPS + RUN)
-    kernel.wait_for_prompt()
-    kernel.client.input("import time; print('sleeps', flush=True); time.sleep(600)")
-    kernel.interrupt()
-    assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
-
-
 BOTH = "%%distributed -n 2 -o _\nx = (rank + 1) * 100\nbreakpoint()\ny = x + 1\nx"
 
 
@@ -212,17 +204,14 @@ def test_ranks_that_run_can_be_looked_at(kernel: Kernel) -> None:
     assert "This rank runs on by itself" in said
 
 
-def test_quitting_interrupts_every_rank(kernel: Kernel) -> None:
+@pytest.mark.parametrize("quits", ["q", "\x04"])
+def test_quitting_interrupts_every_rank(kernel: Kernel, quits: str) -> None:
     body = "try:\n    breakpoint() if rank else dist.barrier()\n    done = 1\nfinally:\n    print('finally', rank)"
     kernel.run("import torch.distributed as dist").check()
-    cell = kernel.debug(f"%%distributed -n 2\n{body}", "q")
+    cell = kernel.debug(f"%%distributed -n 2\n{body}", quits)
     assert cell.error.startswith("KeyboardInterrupt: Cell In[")
     assert "[rank 0] finally 0" in cell.text
     assert "[rank 1] finally 1" in cell.text
-
-
-def test_the_end_of_the_input_quits(kernel: Kernel) -> None:
-    assert kernel.debug(BOTH, "\x04").error.startswith("KeyboardInterrupt")
 
 
 def test_pdbs_own_call_stops_too_and_the_last_expression_is_a_line_like_others(kernel: Kernel) -> None:
@@ -260,9 +249,12 @@ list(torch.utils.data.DataLoader(Data(), num_workers=1))"""
 
 
 # ------------------------------------------------------------------ time, stops and deaths
-def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
+@pytest.mark.parametrize("typed", ["", "import time; print('sleeps', flush=True); time.sleep(600)"])
+def test_an_interrupt_ends_the_debugging_and_a_typed_statement(kernel: Kernel, typed: str) -> None:
     request = kernel.start_cell(STOPS + RUN)
     kernel.wait_for_prompt()
+    if typed:
+        kernel.client.input(typed)
     kernel.interrupt()
     assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
 

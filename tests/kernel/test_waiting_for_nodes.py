@@ -55,11 +55,17 @@ def test_a_click_cancels(waiting: Kernel) -> None:
     assert shown[-1] == {"text/plain": ""}
 
 
-def test_an_interrupt_cancels(waiting: Kernel) -> None:
+def test_the_cell_says_again_that_it_is_busy_and_an_interrupt_cancels(waiting: Kernel) -> None:
     request = waiting.start_cell(CELL)
-    waiting.follow_cell(request, until="starting agents on 2 nodes")
+    cell = waiting.follow_cell(request, until="starting agents on 2 nodes")
+
+    def busy() -> int:
+        return sum(m["msg_type"] == "status" and m["content"]["execution_state"] == "busy" for m in cell.messages)
+
+    while busy() < 2:  # a page whose widgets open has been told "idle" meanwhile
+        waiting.take_message(time.monotonic() + LONG)
     waiting.interrupt()
-    cell = waiting.finish_cell(request)
+    waiting.finish_cell(request)
     assert cell.error == "KeyboardInterrupt: interrupted while waiting for nodes: what was started has been ended"
     assert len(cell.traceback.splitlines()) == 1
     assert not sleepers(waiting)
@@ -72,16 +78,3 @@ def test_an_ssh_that_ends_is_the_error(waiting: Kernel) -> None:
     cell = waiting.finish_cell(request)
     assert re.match(r"StartError: gpu[12]: the agent has exited with status -9", cell.error)
     assert not sleepers(waiting)
-
-
-def test_the_cell_says_again_that_it_is_busy(waiting: Kernel) -> None:
-    request = waiting.start_cell(CELL)
-    cell = waiting.follow_cell(request, until="starting agents on 2 nodes")
-
-    def busy() -> int:
-        return sum(m["msg_type"] == "status" and m["content"]["execution_state"] == "busy" for m in cell.messages)
-
-    while busy() < 2:  # a page whose widgets open has been told "idle" meanwhile
-        waiting.take_message(time.monotonic() + LONG)
-    waiting.interrupt()
-    waiting.finish_cell(request)
