@@ -182,25 +182,19 @@ class BlobStore:
         if part.key in self._complete or part.key in self.lost:
             return False
         try:
-            return self._add(part, data)
+            if part.key not in self._arriving:
+                self._arriving[part.key] = _Arriving(segments.create_file())
+            blob = self._arriving[part.key]
+            if part.offset not in blob.offsets:
+                blob.draft.write(data, part.offset)
+                blob.offsets.add(part.offset)
+                blob.received += len(data)
+            if blob.received < part.size:
+                return False
+            self._complete[part.key] = self._arriving.pop(part.key).draft.seal()
         except OSError as error:  # no room, or no descriptors
             self.drop([part.key])
             self.lost[part.key] = str(error)
-            return True
-
-    def _add(self, part: BlobPart, data: Part) -> bool:
-        if part.key not in self._arriving:
-            self._arriving[part.key] = _Arriving(segments.create_file())
-        blob = self._arriving[part.key]
-        if part.offset in blob.offsets:
-            return False
-        blob.draft.write(data, part.offset)
-        blob.offsets.add(part.offset)
-        blob.received += len(data)
-        if blob.received < part.size:
-            return False
-        del self._arriving[part.key]
-        self._complete[part.key] = blob.draft.seal()
         return True
 
     def descriptor(self, key: str) -> int:

@@ -57,6 +57,7 @@ from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.own_code import own_files
+from nblaunch.machine.processes import open_log
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.link_messages import (
     Blob,
@@ -89,7 +90,6 @@ MIN_KEPT_BYTES = 1 << 16
 """Smaller blobs are sent with each task."""
 MAX_NAMED_NODES = 8
 """In the note on where ranks run."""
-_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 PLACED_TIMEOUT_S = 130.0
 """For an agent to get the processes that start ranks: its fork server may have to start first."""
 
@@ -297,7 +297,7 @@ def _blob_of(fd: int) -> Blob:
 # ------------------------------------------------------------------ the ranks of a group
 def append(path: str, data: Part) -> None:
     try:
-        fd = os.open(path, _APPENDING, 0o600)
+        fd = open_log(path)
         try:
             while data:
                 data = data[os.write(fd, data) :]
@@ -309,12 +309,6 @@ def append(path: str, data: Part) -> None:
 
 def ranks_in_words(ranks: range) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-
-
-def places_in_words(ranks: Sequence[range], nodes: Sequence[str]) -> str:
-    where = [f"{ranks_in_words(own)} on {node}" for own, node in zip(ranks, nodes, strict=True)]
-    more = [f"… on {len(nodes)} nodes"] if len(nodes) > MAX_NAMED_NODES else []
-    return ", ".join(where[:MAX_NAMED_NODES] + more)
 
 
 def _placing(node: Node, place: Place) -> Iterator[Message]:
@@ -456,9 +450,10 @@ class NodeWorkers:
 
     @property
     def notes(self) -> list[str]:
-        names = [node.machine.name for node in self._used]
+        places = [f"{ranks_in_words(ranks)} on {node.machine.name}" for node, ranks in self._ranks]
+        more = [f"… on {len(places)} nodes"] if len(places) > MAX_NAMED_NODES else []
         noted = [placed.note for placed in self._placed.values() if placed.note]
-        return [places_in_words(self._order.ranks, names), *noted]
+        return [", ".join(places[:MAX_NAMED_NODES] + more), *noted]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[NodeWorker]:
         for node, ranks in self._ranks:

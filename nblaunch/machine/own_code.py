@@ -124,13 +124,12 @@ def _paths_of(package: str) -> Iterator[tuple[str, str]]:
     if not isinstance(file, str) or not file.endswith(".py") or not is_users(file):
         return
     file = os.path.abspath(file)
-    if os.path.basename(file) != "__init__.py":
-        if not is_installed(os.path.dirname(file)):
-            yield file, os.path.dirname(file)
-        return
-    folder = os.path.dirname(file)
-    root = os.path.dirname(folder)
+    folder, name = os.path.split(file)
+    root = os.path.dirname(folder) if name == "__init__.py" else folder
     if is_installed(root):
+        return
+    if root == folder:
+        yield file, root
         return
     for place, folders, names in os.walk(folder):
         inner = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]

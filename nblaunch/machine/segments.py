@@ -51,8 +51,7 @@ class Draft:
         self.fd, self._reader = fd, reader
         """Opened while the file had a name: /proc, which could open it again, may be missing."""
 
-    def write(self, data: bytes | bytearray | memoryview, offset: int) -> int:
-        """Write all of it there; return the offset behind it."""
+    def write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         view = memoryview(data).cast("B")
         try:
             while view:  # Python handles signals between chunks
@@ -63,7 +62,6 @@ class Draft:
                 folder = tempfile.gettempdir()
                 error.strerror = f"{error.strerror} in {folder}: free space there, or set TMPDIR to another directory"
             raise
-        return offset
 
     def seal(self) -> int:
         """Return a descriptor that nothing can be written through. Root could still reopen a file on disk."""
@@ -99,6 +97,18 @@ def create_file() -> Draft:
         os.unlink(path)
     os.fchmod(fd, 0o400)  # or another process could open it for writing through /proc
     return Draft(fd, reader)
+
+
+def sealed(pieces: Iterable[tuple[bytes | bytearray | memoryview, int]]) -> int:
+    """Return a descriptor of an anonymous, sealed file with these pieces, each at its offset."""
+    draft = create_file()
+    try:
+        for data, offset in pieces:
+            draft.write(data, offset)
+        return draft.seal()
+    except BaseException:
+        draft.close()
+        raise
 
 
 # ------------------------------------------------------------------ segments
@@ -213,15 +223,7 @@ def _write_segment(regions: Sequence[Region]) -> list[Placed]:
     for region in regions:
         offsets.append(size + (region.address - size) % _ALIGNMENT)
         size = offsets[-1] + region.size
-    draft = create_file()
-    try:
-        os.ftruncate(draft.fd, size)
-        for region, offset in zip(regions, offsets, strict=True):
-            draft.write(region.view(), offset)
-        fd = draft.seal()
-    except BaseException:
-        draft.close()
-        raise
+    fd = sealed((region.view(), offset) for region, offset in zip(regions, offsets, strict=True))
     segment = Segment(fd, size)
     return [Placed(segment, offset, True) for offset in offsets]
 

@@ -41,9 +41,11 @@ def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
         count = int(env["SLURM_STEP_NUM_TASKS"])
         if count < 2:
             return None
-        return SlurmTask(
-            int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), count, _master_addr(env), _master_port(env)
-        )
+        is_one = env.get("SLURM_STEP_NUM_NODES") == "1"  # whose Slurm name need not resolve
+        first = "127.0.0.1" if is_one else _first_node(env["SLURM_STEP_NODELIST"])
+        port = _FIRST_PORT + (101 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % _PORTS
+        rendezvous = env.get("MASTER_ADDR", first), int(env.get("MASTER_PORT", port))
+        return SlurmTask(int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), count, *rendezvous)
     except (KeyError, ValueError):
         return None  # some of the variables are missing
 
@@ -62,23 +64,9 @@ def describes_task(name: str) -> bool:
     return name in _TASK_VARIABLES or name.startswith(_TASK_PREFIXES)
 
 
-def _master_addr(env: Mapping[str, str]) -> str:
-    if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"]
-    if env.get("SLURM_STEP_NUM_NODES") == "1":
-        return "127.0.0.1"  # a node's Slurm name need not resolve
-    return _first_node(env["SLURM_STEP_NODELIST"])
-
-
 def _first_node(nodes: str) -> str:
     """Return the first name in a node list such as ``gpu[007-009,012]-ib,cpu1``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise ValueError(nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
-
-
-def _master_port(env: Mapping[str, str]) -> int:
-    if "MASTER_PORT" in env:
-        return int(env["MASTER_PORT"])
-    return _FIRST_PORT + (101 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % _PORTS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import errno
+import itertools
 import os
 import pickle
 import select
@@ -205,11 +206,5 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 # ------------------------------------------------------------------ blobs
 def write_blob(*parts: bytes | bytearray | memoryview) -> int:
     """Return a descriptor of an anonymous, sealed file that holds these bytes."""
-    draft, end = segments.create_file(), 0
-    try:
-        for part in parts:
-            end = draft.write(part, end)
-        return draft.seal()
-    except BaseException:
-        draft.close()
-        raise
+    offsets = itertools.accumulate((memoryview(part).nbytes for part in parts), initial=0)
+    return segments.sealed(zip(parts, offsets, strict=False))  # the last one is the end

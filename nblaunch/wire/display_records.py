@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 MAX_OUTPUTS = 100
 """Of one rank at a time: further ones are left out and counted until ``clear_output``."""
@@ -69,16 +69,11 @@ class LeftOut:
 
 
 DisplayRecord = Shown | Cleared | LeftOut
-_KINDS: dict[Literal["show", "clear", "left_out"], type[DisplayRecord]] = {
-    "show": Shown,
-    "clear": Cleared,
-    "left_out": LeftOut,
-}
+_KINDS: dict[str, type[DisplayRecord]] = {kind.__name__: kind for kind in (Shown, Cleared, LeftOut)}
 
 
 def to_line(record: DisplayRecord) -> dict[str, Any]:
-    kind = next(kind for kind, cls in _KINDS.items() if type(record) is cls)
-    return {_FIELD: kind, **dataclasses.asdict(record)}
+    return {_FIELD: type(record).__name__, **dataclasses.asdict(record)}
 
 
 def from_line(line: Mapping[str, Any]) -> DisplayRecord | None:

@@ -78,7 +78,8 @@ class RankTable:
             (version,) = _VERSION.unpack_from(os.pread(self._file.fileno(), _VERSION.size, at))
             fields = _ROW.unpack(before)
             if fields[0] == version and not version % 2:
-                return Begun(*fields[1:4], *map(_text, fields[4:])) if version else None
+                texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[4:])
+                return Begun(*fields[1:4], *texts) if version else None
         return None
 
     def dropped(self, rank: int) -> Dropped:
@@ -151,10 +152,6 @@ def members_of(begun: Begun, world_size: int) -> Sequence[int] | None:
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)
     return found
-
-
-def _text(field: bytes) -> str:
-    return field.rstrip(b"\0").decode(errors="replace")
 
 
 # ------------------------------------------------------------------ what ranks could not write
