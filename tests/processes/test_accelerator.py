@@ -220,7 +220,7 @@ def test_training_is_that_of_one_process(launch: Launcher) -> None:
         assert accelerator.prepare({"again": model})["again"] is model
         both = accelerator.prepare([net, net])
         assert both[0] is both[1]
-        assert accelerator.unwrap_model(torch.compile(model)) is net
+        assert accelerator.unwrap_model(torch.compile(nn.DataParallel(model))) is net
 
         # --- the main process alone, and first
         out = io.StringIO()

@@ -274,22 +274,6 @@ def test_a_dict_of_several_inputs_goes_in_by_name() -> None:
     assert evaluate(Named(), [batch]) == {"accuracy": 1.0}
 
 
-def test_evaluate_runs_the_module_that_is_inside() -> None:
-    class Wrapper(nn.Module):
-        """As torch.compile makes one."""
-
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self._orig_mod = module
-
-        def forward(self, *inputs: Any) -> Any:
-            raise AssertionError("the wrapper ran")
-
-    model = net()
-    wrapped = Wrapper(nn.DataParallel(Wrapper(model)))
-    assert evaluate(wrapped, DataLoader(data(), batch_size=8)) == {"accuracy": expected(model)[0]}
-
-
 class Pairs(Dataset[Any]):
     """Each sample is two rows, which a collate_fn puts one after the other."""
 

@@ -162,11 +162,6 @@ def test_a_look_does_not_advance_the_epoch(cuda: Cuda, size: int) -> None:
         assert loader.epoch == 0
 
 
-def test_a_missing_loader_attribute_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'list' object has no attribute 'epoch'"):
-        Prefetcher([], "cpu").epoch  # noqa: B018  # the look-up is the test
-
-
 def test_a_wrong_depth_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"^depth=0: must be a whole number, at least 1"):
         Prefetcher([], "cpu", 0)

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from nblaunch.errors import ArgumentError
 from nblaunch.training import shard
 from nblaunch.training.seeding import default_seed, derived_seed, seed_everything, seed_worker, seeded
-from tests.processes.trained import Augmented
 
 
 @pytest.fixture(autouse=True)
@@ -91,24 +90,3 @@ def test_derived_seeds_differ_and_stay_the_same_over_versions() -> None:
     assert len(seeds) == 1600
     assert max(seeds) < 2**63
     assert derived_seed(0, 1) == 1506311409109703068
-
-
-def trained(workers: int, seed: int = 5, **options: Any) -> torch.Tensor:
-    """The weights after two epochs, with dropout."""
-    seed_everything(seed)
-    loader = shard(DataLoader(Augmented(13), 4, shuffle=True, num_workers=workers, **options))
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for _ in range(2):
-        for inputs, _ in loader:
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-@pytest.mark.parametrize(("workers", "options"), [(0, {}), (2, {"worker_init_fn": seed_worker})])
-def test_the_same_run_twice_is_bit_equal(workers: int, options: dict[str, Any]) -> None:
-    first = trained(workers, **options)
-    assert torch.equal(trained(workers, **options), first)
-    assert not torch.equal(trained(workers, seed=6, **options), first)
