@@ -164,7 +164,7 @@ def test_refused_threads_are_found_before_a_library_needs_them(
     left += [0, 0, 0]
     said = limits.refused_threads(4)
     assert said.startswith("no more processes or threads can be started (this user's `ulimit -u`")
-    assert thread_count() == before
+    assert thread_count() <= before  # a thread of an earlier test may have ended meanwhile
 
 
 def test_a_cgroup_that_is_full_of_processes_is_found(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
