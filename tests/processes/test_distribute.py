@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -244,6 +246,20 @@ RESUMES = """
     assert train(0) == train(1)
     accelerator.wait_for_everyone()
 """
+STARTS = """
+    import os, runpy, sys
+    import torch._dynamo  # which optimizers import: once, instead of in every task
+    from nblaunch.training import accelerator
+
+    tasks = []
+    for rank in range(2):
+        tasks.append(os.fork())
+        if tasks[-1] == 0:
+            os.environ["SLURM_PROCID"] = str(rank)
+            runpy.run_path(sys.argv[1])
+            sys.exit()
+    assert not any(os.waitpid(task, 0)[1] for task in tasks)
+"""
 END = "    torch.distributed.destroy_process_group()\n"
 
 
@@ -257,27 +273,26 @@ def test_it_works_under_torchrun_without_a_launch(tmp_path: Path) -> None:
 
 
 def test_tasks_of_a_slurm_step_on_two_nodes_are_ranks(tmp_path: Path, free_port: int) -> None:
-    script, saved = tmp_path / "train.py", tmp_path / "model.pt"
-    script.write_text(textwrap.dedent(SCRIPT + END))
+    """Forks stand for them, as importing torch takes longer than what they do."""
+    script, starts, saved = tmp_path / "train.py", tmp_path / "starts.py", tmp_path / "model.pt"
+    script.write_text(textwrap.dedent(SCRIPT + END).replace("sys.argv[1]", repr(str(saved))))
+    starts.write_text(textwrap.dedent(STARTS))
     step = {"SLURM_JOB_ID": str(free_port), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     nodes = {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"}
     own = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(saved)],
-            env={**os.environ, **own, **step, **nodes, "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    tasks = subprocess.Popen(
+        [sys.executable, str(starts), str(script)],
+        env={**os.environ, **own, **step, **nodes},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        said = [task.communicate(timeout=LONG) for task in tasks]
+        out, said = tasks.communicate(timeout=LONG)
     finally:
-        for task in tasks:
-            task.kill()
+        with contextlib.suppress(ProcessLookupError):  # they have ended
+            os.killpg(tasks.pid, signal.SIGKILL)
 
-    assert [task.returncode for task in tasks] == [0, 0], said
-    assert [out.strip() for out, _ in said] == ["2 True {'rank': 1, 'local': 0}", ""]
+    assert (tasks.returncode, out) == (0, "2 True {'rank': 1, 'local': 0}\n"), said
     assert list(torch.load(saved)) == ["module.weight", "module.bias"]
