@@ -114,20 +114,6 @@ def test_the_script_is_one_module(tmp_path: Path) -> None:
     assert re.findall(r"^(?:import|export).*$", script(), re.MULTILINE) == ["export default { initialize, render };"]
 
 
-def test_the_scripts_top_level_names_are_unique() -> None:
-    top = re.compile(r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", re.MULTILINE)
-    tops = [found for name in MODULES for found in top.findall(source(name))]
-    assert len(tops) > 50
-    assert len(tops) == len(set(tops))
-
-
-def test_a_module_comes_after_those_that_it_imports() -> None:
-    for place, name in enumerate(MODULES):
-        imported = re.findall(r'^import [^;]*"\./([\w.]+)";', source(name), re.MULTILINE)
-        assert source(name).count("\nimport ") + source(name).startswith("import ") == len(imported), name
-        assert set(imported) <= set(MODULES[:place]), name
-
-
 def test_no_module_reaches_out_or_makes_markup_of_text() -> None:
     for name in (*MODULES, LOADER):
         code = re.sub(r"/\*.*?\*/|^\s*//.*$", "", source(name), flags=re.DOTALL | re.MULTILINE)
