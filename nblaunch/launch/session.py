@@ -364,7 +364,7 @@ class Session:
 
     def state(self) -> SessionState:
         ranks = self._ranks
-        running, *queued = [label or "a question" for label in ranks.queue.labels] or [""]
+        running, *queued = [each.label or "a question" for each in ranks.queue.tickets] or [""]
         of_ranks = []
         for rank, names in enumerate(ranks.bound):
             pid, host = 0 if rank in ranks.absent else ranks.group.members[rank].pid, ranks.plan.places[rank].host

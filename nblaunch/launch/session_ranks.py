@@ -62,9 +62,9 @@ class TurnQueue:
         return len(self._tickets)
 
     @property
-    def labels(self) -> list[str]:
+    def tickets(self) -> list[Ticket]:
         with self._changed:
-            return [ticket.label for ticket in self._tickets]
+            return list(self._tickets)
 
     def enqueue(self, ticket: Ticket) -> None:
         """Append a ticket. Whatever happens, the caller discards it."""
@@ -74,11 +74,6 @@ class TurnQueue:
     def is_first(self, ticket: Ticket) -> bool:
         with self._changed:
             return bool(self._tickets) and self._tickets[0] is ticket
-
-    def ahead_of(self, ticket: Ticket) -> list[str]:
-        with self._changed:
-            tickets = list(self._tickets)
-        return [each.label for each in tickets[: tickets.index(ticket)]] if ticket in tickets else []
 
     def discard(self, ticket: Ticket) -> None:
         """End the turn of a ticket, or give it up. Idempotent."""
@@ -94,7 +89,7 @@ class TurnQueue:
         """
         with self._changed:
             ticket.stop = stop
-            while not self.is_closed and (ticket not in self._tickets or self._tickets[0] is not ticket):
+            while not (self.is_closed or self.is_first(ticket)):
                 if give_up() or ticket not in self._tickets:
                     raise BusyError
                 self._changed.wait(timeouts.LOG_POLL_S)
@@ -249,7 +244,9 @@ class SessionRanks:
                 self.queue.discard(ticket)
 
     def said_of_queue(self, ticket: Ticket) -> str:
-        first, *others = [label or "a question" for label in self.queue.ahead_of(ticket)] or [""]
+        tickets = self.queue.tickets
+        ahead = tickets[: tickets.index(ticket)] if ticket in tickets else []
+        first, *others = [each.label or "a question" for each in ahead] or [""]
         more = f", and {len(others)} more before this" if others else ""
         return f"queued: session {self.name} runs {first}{more}; an interrupt ends the wait" if first else ""
 
