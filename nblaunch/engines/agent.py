@@ -424,23 +424,19 @@ class Agent:
         self._boot = boot
         self._identity = os.urandom(12).hex().encode()
         self._context = zmq.Context()
-        self._socket = self._connected()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, boot.kernel_key.encode())
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, boot.public_key.encode())
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, boot.secret_key.encode())
+        self._socket.setsockopt(zmq.ROUTING_ID, self._identity)
+        configure(self._socket)
+        self._monitor = self._socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(boot.endpoint)
         self._wake = Wakeup()
         self._reason_to_leave = ""
         self._term_at: float | None = None
         """When a SIGTERM was reported."""
         signal.signal(signal.SIGTERM, self._note_term)
-
-    def _connected(self) -> zmq.Socket[bytes]:
-        made = self._context.socket(zmq.DEALER)
-        made.setsockopt(zmq.CURVE_SERVERKEY, self._boot.kernel_key.encode())
-        made.setsockopt(zmq.CURVE_PUBLICKEY, self._boot.public_key.encode())
-        made.setsockopt(zmq.CURVE_SECRETKEY, self._boot.secret_key.encode())
-        made.setsockopt(zmq.ROUTING_ID, self._identity)
-        configure(made)
-        self._monitor = made.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
-        made.connect(self._boot.endpoint)
-        return made
 
     def _note_term(self, *_: object) -> None:
         self._reason_to_leave = "the node is being taken back (SIGTERM)"

@@ -267,7 +267,15 @@ class Link:
         try:
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks about each connection, before any message
-            self._socket = self._listening(secret, public, address)
+            self._socket = listening = self._context.socket(zmq.ROUTER)
+            listening.setsockopt(zmq.CURVE_SERVER, 1)
+            listening.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            listening.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            listening.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so if an agent takes no more
+            listening.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            listening.setsockopt(zmq.HANDSHAKE_IVL, int(LINK_CONNECT_TIMEOUT_S * 1000))
+            configure(listening)
+            listening.bind(f"tcp://{address}:0")
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -279,18 +287,6 @@ class Link:
         self.boot = Boot(endpoint, public.decode(), *client, proof=proof)
         self._thread = threading.Thread(target=self._serve, name="nblaunch-link", daemon=True)
         self._thread.start()
-
-    def _listening(self, secret: bytes, public: bytes, address: str) -> zmq.Socket[bytes]:
-        made = self._context.socket(zmq.ROUTER)
-        made.setsockopt(zmq.CURVE_SERVER, 1)
-        made.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        made.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so if an agent takes no more
-        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        made.setsockopt(zmq.HANDSHAKE_IVL, int(LINK_CONNECT_TIMEOUT_S * 1000))
-        configure(made)
-        made.bind(f"tcp://{address}:0")
-        return made
 
     # -------------------------------------------------------------- sending, from any thread
     def send(self, peer: Peer, message: object) -> None:

@@ -133,7 +133,7 @@ def _user_limit() -> int:
 
 def _pids() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the limit of processes of each cgroup that has one, and how many it has."""
-    found = [(group / "pids.max", group / "pids.current") for group in _groups(_ROOT, _MEMBERSHIP, "pids")]
+    found = [(group / "pids.max", group / "pids.current") for group in _groups("pids")]
     return [(limit, _numbers(used, 1)) for file, used in found if (limit := _numbers(file, 1))]
 
 
@@ -151,10 +151,10 @@ def shared_memory_advice() -> str:
     )
 
 
-def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
+def cpu_quota() -> int:
     """Return the smallest CPU quota of this process's cgroup and its ancestors, in whole CPUs; a million for none."""
     least = 1_000_000
-    for group in _groups(root, membership, "cpu"):
+    for group in _groups("cpu"):
         quota = _numbers(group / "cpu.max", 2)
         quota = quota or _numbers(group / "cpu.cfs_quota_us", 1) + _numbers(group / "cpu.cfs_period_us", 1)
         if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
@@ -162,10 +162,10 @@ def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
     return least
 
 
-def memory_left(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
+def memory_left() -> int:
     """Return the bytes that cgroups' memory limits leave, not counting file cache as used; 2**62 for no limit."""
     least = 1 << 62
-    for group in _groups(root, membership, "memory"):
+    for group in _groups("memory"):
         limit = _numbers(group / "memory.max", 1) or _numbers(group / "memory.limit_in_bytes", 1)
         used = _numbers(group / "memory.current", 1) or _numbers(group / "memory.usage_in_bytes", 1)
         if limit and used and limit[0] < 1 << 60:  # v1 writes "no limit" as a number near 2**63
@@ -173,16 +173,16 @@ def memory_left(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
     return least
 
 
-def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+def _groups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors, of cgroup v2 and v1."""
     try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in _MEMBERSHIP.read_text().splitlines()]
     except OSError:
         return
     for _, controllers, path in (line for line in lines if len(line) == 3):
         if controllers and controller not in controllers.split(","):
             continue
-        top = root / controller if controllers else root
+        top = _ROOT / controller if controllers else _ROOT
         folder = top / path.lstrip("/")
         for place in (folder, *folder.parents):
             yield place

@@ -23,27 +23,23 @@ NO_LIMIT = 1 << 62
 class Cgroups:
     """A made-up /sys/fs/cgroup."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = folder / "cgroup"
         self.root.mkdir()
         self.membership = folder / "membership"
         self.membership.write_text("0::/\n")
+        monkeypatch.setattr(limits, "_ROOT", self.root)
+        monkeypatch.setattr(limits, "_MEMBERSHIP", self.membership)
 
     def holds(self, file: str, text: str) -> None:
         path = self.root / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def quota(self) -> int:
-        return limits.cpu_quota(self.root, self.membership)
-
-    def left(self) -> int:
-        return limits.memory_left(self.root, self.membership)
-
 
 @pytest.fixture
-def cgroups(tmp_path: Path) -> Cgroups:
-    return Cgroups(tmp_path)
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
+    return Cgroups(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +55,7 @@ def cgroups(tmp_path: Path) -> Cgroups:
 )
 def test_a_quota_counts_in_whole_cpus(cgroups: Cgroups, text: str, cpus: int) -> None:
     cgroups.holds("cpu.max", text)
-    assert cgroups.quota() == cpus
+    assert limits.cpu_quota() == cpus
 
 
 def test_the_least_quota_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None:
@@ -68,9 +64,9 @@ def test_the_least_quota_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None
     cgroups.holds("pod/cpu.max", "300000 100000")
     cgroups.holds("cpu.max", "max 100000")
     cgroups.holds("elsewhere/cpu.max", "100000 100000")
-    assert cgroups.quota() == 3
+    assert limits.cpu_quota() == 3
     cgroups.membership.unlink()
-    assert cgroups.quota() == NO_QUOTA
+    assert limits.cpu_quota() == NO_QUOTA
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [("250000\n", 2), ("-1\n", NO_QUOTA)])
@@ -78,7 +74,7 @@ def test_the_first_version_of_cgroups_is_read_too(cgroups: Cgroups, quota: str, 
     cgroups.membership.write_text("4:cpu,cpuacct:/\n")
     cgroups.holds("cpu/cpu.cfs_quota_us", quota)
     cgroups.holds("cpu/cpu.cfs_period_us", "100000\n")
-    assert cgroups.quota() == cpus
+    assert limits.cpu_quota() == cpus
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(1, 1), (NO_QUOTA, len(os.sched_getaffinity(0)))])
@@ -91,9 +87,9 @@ def test_usable_cpus_are_the_affinitys_or_the_quotas(monkeypatch: pytest.MonkeyP
 def test_a_memory_limit_leaves_what_is_not_used_and_the_file_cache(cgroups: Cgroups) -> None:
     cgroups.holds("memory.max", "1000000\n")
     cgroups.holds("memory.current", "400000\n")
-    assert cgroups.left() == 600_000
+    assert limits.memory_left() == 600_000
     cgroups.holds("memory.stat", "anon 300000\ninactive_file 50000\n")
-    assert cgroups.left() == 650_000
+    assert limits.memory_left() == 650_000
 
 
 @pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])
@@ -104,7 +100,7 @@ def test_without_a_limit_the_cgroups_leave_everything(cgroups: Cgroups, limit: s
         cgroups.holds(f"{group}memory.limit_in_bytes", limit)
         cgroups.holds(f"{group}memory.current", "1000")
         cgroups.holds(f"{group}memory.usage_in_bytes", "1000")
-    assert cgroups.left() == NO_LIMIT
+    assert limits.memory_left() == NO_LIMIT
 
 
 def test_the_first_version_limits_memory_too(cgroups: Cgroups) -> None:
@@ -112,7 +108,7 @@ def test_the_first_version_limits_memory_too(cgroups: Cgroups) -> None:
     cgroups.holds("memory/pod/memory.limit_in_bytes", "1000")
     cgroups.holds("memory/pod/memory.usage_in_bytes", "600")
     cgroups.holds("memory/pod/memory.stat", "inactive_file 1\ntotal_inactive_file 50\n")
-    assert cgroups.left() == 450
+    assert limits.memory_left() == 450
 
 
 def test_free_memory_is_the_machines_or_the_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +127,6 @@ def test_the_remedy_suits_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_of_processes_are_named(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_ROOT", cgroups.root)
-    monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
     monkeypatch.setattr("resource.getrlimit", lambda kind: (300, 300))
     cgroups.holds("pids.max", "512\n")
     said = limits.remedy(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
@@ -147,8 +141,6 @@ def test_limits_of_processes_are_named(cgroups: Cgroups, monkeypatch: pytest.Mon
 def test_refused_threads_are_found_before_a_library_needs_them(
     cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_ROOT", cgroups.root)
-    monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
     monkeypatch.setattr("resource.getrlimit", lambda kind: (300, 300))
     before, start = thread_count(), _thread.start_new_thread
     left = [0, 0, 0]
@@ -168,8 +160,6 @@ def test_refused_threads_are_found_before_a_library_needs_them(
 
 
 def test_a_cgroup_that_is_full_of_processes_is_found(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_ROOT", cgroups.root)
-    monkeypatch.setattr(limits, "_MEMBERSHIP", cgroups.membership)
     cgroups.holds("pids.max", "512\n")
     cgroups.holds("pids.current", "500\n")
     assert "pids.max (docker run --pids-limit) is 512" in limits.refused_threads(13)
