@@ -57,9 +57,6 @@ def test_every_ranks_value_is_shown_once(kernel: Kernel) -> None:
     assert (silent.stdout, silent.value) == ("", "")
     assert kernel.run("%%distributed -n 2 -o bound\nrank").check().stdout == ""
     assert kernel.run("%%distributed -n 2\nNone if rank else 1").check().stdout == ""
-
-
-def test_a_cell_that_ends_with_a_statement_has_no_value(kernel: Kernel) -> None:
     assert kernel.run("%%distributed -n 2 -o nothing\nx = 1").check().value == ""
     assert kernel.ask("list(nothing)") == [None, None]
 

@@ -922,6 +922,7 @@ def test_a_timeout_does_not_count_the_queue(kernel: Kernel) -> None:
 def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name other -o other").check()
     assert kernel.ask("other.name") == "other"
+    assert "other sessions: main (--name chooses one)" in kernel.run("%distributed session status").check().text
     kernel.run("%%distributed --session other\nplace = 'other'").check()
     assert kernel.run("%%distributed --session main\nplace").error.startswith("NameError")
     again = kernel.run("%distributed session -n 1 --name other -o same").check().text
@@ -935,14 +936,6 @@ def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
     )
     kernel.run("%distributed session stop --name other").check()
     assert "no such session" in kernel.run("%%distributed --session other\n1").text
-
-
-def test_the_status_says_which_other_sessions_there_are(kernel: Kernel) -> None:
-    kernel.run("%distributed session -n 1 --name second").check()
-    try:
-        assert "other sessions: main (--name chooses one)" in kernel.run("%distributed session status").check().text
-    finally:
-        kernel.run("%distributed session stop --name second").check()
     assert "other sessions" not in kernel.run("%distributed session status").check().text
     assert on_ranks(kernel, "world_size", "--session main") == [2, 2]
 
@@ -953,12 +946,16 @@ def test_a_fresh_cell_has_ranks_of_its_own(kernel: Kernel) -> None:
 
 
 def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
-    kernel.run("import textwrap\ntextwrap.TextWrapper.x = False\n%distributed auto on").check()
+    kernel.run("import textwrap\ntextwrap.TextWrapper.x = False\ndef of_notebook(a): 'A doc.'").check()
+    kernel.run("%distributed auto on").check()
     try:
         assert "[rank 1] 2" in kernel.run("automatic = 2 * rank\nautomatic").check().text
         assert kernel.run("%%local\n'automatic' in globals()").check().value == "False"
         assert "Wall time" in kernel.run("%%time\ntimed = rank").check().text
         assert "automatic" in kernel.complete("automat")
+        kernel.run("def of_ranks(b): 'Another doc.'").check()
+        assert "Signature: of_ranks(b)" in without_colours(kernel.run("of_ranks?").check().text)
+        assert "[rank" not in kernel.run("of_notebook?").check().text
         kernel.run("textwrap.TextWrapper.x = torch.backends.cudnn.benchmark = True").check()
         assert (
             "[rank 1] (True, True)" in kernel.run("torch.backends.cudnn.benchmark, textwrap.TextWrapper.x").check().text
@@ -968,16 +965,6 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
         kernel.run("%distributed auto off").check()
     assert kernel.run("automatic").error.startswith("NameError")
     assert kernel.run("timed").error.startswith("NameError")
-
-
-def test_auto_helps_with_names_of_the_ranks_and_of_the_notebook(kernel: Kernel) -> None:
-    kernel.run("def of_notebook(a): 'A doc.'\n%distributed auto on").check()
-    try:
-        kernel.run("def of_ranks(b): 'Another doc.'").check()
-        assert "Signature: of_ranks(b)" in without_colours(kernel.run("of_ranks?").check().text)
-        assert "[rank" not in kernel.run("of_notebook?").check().text
-    finally:
-        kernel.run("%distributed auto off").check()
 
 
 @pytest.mark.parametrize("leaves", ["exit()", "import sys\nsys.exit(3)", "get_ipython().ask_exit()"])
