@@ -92,6 +92,10 @@ def tensor_to_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size()) if own.numel() else b""
 
 
+def tensor_from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
 _NO_BATCH: Any = object()
 _OPERATIONS = ("mean", "sum", "max", "min")
 _NUMBER_TYPES = (float, int, bool)
@@ -103,14 +107,12 @@ _MAX_INT_BITS = 63
 def gather(tree: Any, *, is_padding: bool = False) -> Any:
     """See `Accelerator.gather`. A rank with `is_padding` contributes no rows."""
     flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
-    by_rank = exchange({path: _with_content(leaf, free=1) for path, leaf in flat.items()})
+    by_rank = exchange({path: _describe(leaf, free=1) for path, leaf in flat.items()})
     _check_parts("gather", by_rank)
-    gathered = {
-        path: torch.cat([part[path].tensor() for part in by_rank]).to(leaf.device)
-        for path, leaf in flat.items()
-        if leaf is not None
-    }
-    return _unflatten(tree, gathered)
+    tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
+    return _unflatten(
+        tree, _gather_tensors(tensors, [{path: part[path].shape for path in tensors} for part in by_rank])
+    )
 
 
 def _rows(leaf: Any, is_padding: bool) -> Any:
@@ -120,8 +122,42 @@ def _rows(leaf: Any, is_padding: bool) -> Any:
     return rows[:0] if is_padding else rows
 
 
+def _gather_tensors(tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """Gather all tensors in one collective: their bytes concatenated, padded to the longest rank's."""
+    if len(shapes) == 1:
+        return tensors
+    sizes = [
+        {path: math.prod(shape[path]) * tensors[path].element_size() for path in tensors} for shape in shapes
+    ]  # bytes, by rank
+    longest = max(sum(size.values()) for size in sizes)
+    if longest == 0:  # no rank has a row
+        return {path: torch.cat([own.new_empty(shape[path]) for shape in shapes]) for path, own in tensors.items()}
+    device = _common_device(list(tensors.values()))
+    buffer = torch.zeros(longest, dtype=torch.uint8, device=device)
+    own = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors.values()])
+    buffer[: len(own)] = own
+    received = [torch.empty_like(buffer) for _ in sizes]
+    dist.all_gather(received, buffer)
+    pieces: dict[str, list[Tensor]] = {path: [] for path in tensors}
+    for data, size, shape in zip(received, sizes, shapes, strict=True):
+        cut = torch.split(data, [*size.values(), longest - sum(size.values())])[:-1]
+        for path, piece in zip(tensors, cut, strict=True):
+            pieces[path].append(piece.clone().view(tensors[path].dtype).reshape(shape[path]))
+    return {path: torch.cat(parts).to(tensors[path].device) for path, parts in pieces.items()}
+
+
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def _common_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Return the tensors' own device if they share one and the group can send from it, else one where it can."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) == 1:
+        device = devices.pop()
+        if f"{device.type}:" in dist.get_backend_config():
+            return device
+    return collective_device()
 
 
 # ------------------------------------------------------------------ reduce
@@ -140,8 +176,7 @@ def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
 def _reduce_tensor(tensor: Tensor, reduction: str, copies: int) -> Tensor:
     dtype, is_exact = tensor.dtype, not _is_inexact(tensor.dtype)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.int64 if is_exact else dtype
-    sends = not world().is_shared or f"{tensor.device.type}:" in dist.get_backend_config()
-    device = tensor.device if sends else collective_device()
+    device = _common_device([tensor]) if world().is_shared else tensor.device
     total = tensor.detach().to(device=device, dtype=wide, copy=True).contiguous()
     if world().is_shared:
         if world().rank % copies and reduction != "max":
@@ -173,7 +208,8 @@ def _pack(value: Any) -> _Part:
     if not isinstance(value, (Tensor, numbers.Number)) and getattr(value, "size", 0) == 1:
         value = value.item()  # a NumPy bool
     if isinstance(value, Tensor):
-        return _with_content(value)
+        part = _describe(value)
+        return part if part.is_wrong else part._replace(content=tensor_to_bytes(value.detach()), dtype=value.dtype)
     if isinstance(value, bool):
         return _Part("a number", content=value)
     if isinstance(value, numbers.Integral):
@@ -189,7 +225,7 @@ def _reduce_parts(parts: Sequence[_Part], op: str, key: Any, device: torch.devic
     if (dtype := parts[0].dtype) is not None:
         if dtype.is_complex and op in ("max", "min"):
             raise ArgumentError(f"op={op!r}: {key!r} is complex, and complex numbers have no order")
-        return _reduce_in_order([part.tensor() for part in parts], op).to(device)
+        return _reduce_in_order([tensor_from_bytes(part.content, dtype, part.shape) for part in parts], op).to(device)
     widest = next(kind for kind in _NUMBER_TYPES if any(type(part.content) is kind for part in parts))
     values = [widest(part.content) for part in parts]
     if op in ("sum", "mean"):
@@ -293,11 +329,6 @@ class _Part(NamedTuple):
     content: Any = None
     """A number, or a tensor's bytes, if it travels along."""
 
-    def tensor(self) -> Tensor:
-        dtype: Any = self.dtype
-        flat = torch.frombuffer(bytearray(self.content), dtype=dtype) if self.content else torch.empty(0, dtype=dtype)
-        return flat.reshape(self.shape)
-
 
 def _check_parts(name: str, by_rank: Sequence[dict[str, _Part]], advice: str = "make it a tensor") -> None:
     for rank, parts in enumerate(by_rank):
@@ -317,12 +348,6 @@ def _describe(leaf: Any, free: int = 0) -> _Part:
         return _Part(f"a tensor of layout {leaf.layout}", True)
     shape = ", ".join(["*"] * free + [str(size) for size in leaf.shape[free:]])
     return _Part(f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape [{shape}]", shape=tuple(leaf.shape))
-
-
-def _with_content(leaf: Any, free: int = 0) -> _Part:
-    part = _describe(leaf, free)
-    is_sent = isinstance(leaf, Tensor) and not part.is_wrong
-    return part._replace(content=tensor_to_bytes(leaf.detach()), dtype=leaf.dtype) if is_sent else part
 
 
 def _flatten(tree: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
