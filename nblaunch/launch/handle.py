@@ -56,6 +56,7 @@ _numbers = itertools.count(1)
 _cells = itertools.count()
 CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
+INSIST = "interrupt again to kill the ranks that do not respond, with their variables"
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
 MAX_PLACES = 8
@@ -215,11 +216,6 @@ class Launch:
     def _repr_html_(self) -> str | None:
         return self._view.record_html()
 
-    def stop_and_wait(self) -> None:
-        """Stop the launch and wait for its end; further interrupts of the user count as in `join`."""
-        self._interrupts += 1
-        self._wait_out()
-
     def join(self) -> LaunchResult:
         """Start the launch and wait for its end.
 
@@ -263,7 +259,7 @@ class Launch:
                 if self._interrupts:
                     self._commands.ask(kill=self._interrupts >= to_kill)
                 if self.keeps_ranks and self._interrupts == 2:
-                    self._view.on(Note("interrupt again to kill the ranks that do not respond, with their variables"))
+                    self._view.on(Note(INSIST))
                 self.wait()
             except KeyboardInterrupt:
                 self._interrupts += 1

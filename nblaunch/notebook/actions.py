@@ -19,11 +19,12 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import session as live_sessions
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import live_launches
+from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.options import TABLE, flag_of, taken_by
 from nblaunch.launch.session import Session, session
 from nblaunch.launch.session_state import DEFAULT_NAME
 from nblaunch.launch.session_state import command as command_line
+from nblaunch.machine import timeouts
 from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook.cells import set_auto
@@ -183,9 +184,24 @@ def _stop(shell: Any) -> str:
     launches = live_launches()
     for launch in launches:
         launch.stop()
-    for launch in launches:
-        launch.stop_and_wait()
+    for interrupts in (1, 2):
+        try:
+            _wait_for(launches)
+            break
+        except KeyboardInterrupt:
+            if interrupts == 1 and any(launch.keeps_ranks for launch in launches):
+                show(INSIST)
+            for launch in launches:
+                if interrupts == 2 or not launch.keeps_ranks:
+                    launch.kill()
+    _wait_for(launches)
     return f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}"
+
+
+def _wait_for(launches: list[Launch]) -> None:
+    for launch in launches:
+        while not launch.wait(timeouts.SIGNAL_CHECK_INTERVAL_S):
+            pass
 
 
 @command("release")
@@ -339,6 +355,10 @@ def _auto(shell: Any, state: str) -> str:
     if state == "on":
         return "every cell runs in the session; %%local on top of a cell runs it here"
     return "cells run here again"
+
+
+def help_text() -> str:
+    return "\n".join(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())
 
 
 def show(text: str) -> None:

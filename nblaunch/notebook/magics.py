@@ -210,5 +210,4 @@ class DistributedMagics(Magics):
             raise in_flags(error) from None
 
 
-_LINES = "\n".join(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())
-DistributedMagics.distributed.__doc__ = f"{CELL.format_help()}\nWithout a cell:\n\n{_LINES}"
+DistributedMagics.distributed.__doc__ = f"{CELL.format_help()}\nWithout a cell:\n\n{actions.help_text()}"
