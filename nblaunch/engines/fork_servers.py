@@ -400,13 +400,14 @@ class Servers:
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
         """Start no server in the background meanwhile."""
-        with self._lock:
-            self._starting += 1
+        counted = 0
         try:
-            yield
-        finally:
             with self._lock:
-                self._starting, self._started = self._starting - 1, time.monotonic()
+                self._starting, counted = self._starting + 1, 1
+            yield
+        finally:  # also on an interrupt
+            with self._lock:
+                self._starting, self._started = self._starting - counted, time.monotonic()
 
     def usable(
         self, method: Method, where: Where | None = None, show: Callable[[str], None] = lambda text: None
@@ -488,7 +489,7 @@ class Servers:
             self._is_started = True
         self._servers = [*(other for other in self._servers if other is not server), server]
         others = [each for each in self._servers if each.where.read_at_import != here and not each.is_awaited]
-        kept = [each for each in others if each.where.named][-MAX_ENV_SERVERS:]
+        kept = [each for each in others if each.where.named or each.problem][-MAX_ENV_SERVERS:]
         for old in others:
             if old not in kept:
                 self.retire(old)

@@ -164,7 +164,7 @@ def in_thread(work: Callable[[], T], stop: threading.Event, waits_for: Callable[
         while not over.is_set():
             try:
                 if not wait_in_steps(over, timeouts.QUEUED_NOTE_DELAY_S) and (text := waits_for()):
-                    ShieldedView(host().view("text")).on(Note(text))
+                    ShieldedView(host().view("text")).on(Note(f"{text}; an interrupt ends the wait"))
                 wait_in_steps(over, None)
             except KeyboardInterrupt:
                 interrupted = True

@@ -248,7 +248,7 @@ class SessionRanks:
         ahead = tickets[: tickets.index(ticket)] if ticket in tickets else []
         first, *others = [each.label or "a question" for each in ahead] or [""]
         more = f", and {len(others)} more before this" if others else ""
-        return f"queued: session {self.name} runs {first}{more}; an interrupt ends the wait" if first else ""
+        return f"queued: session {self.name} runs {first}{more}" if first else ""
 
     def check_group(self) -> None:
         if self.group.is_over:

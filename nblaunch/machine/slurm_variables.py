@@ -42,10 +42,11 @@ def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
         if count < 2:
             return None
         is_one = env.get("SLURM_STEP_NUM_NODES") == "1"  # whose Slurm name need not resolve
-        first = "127.0.0.1" if is_one else _first_node(env["SLURM_STEP_NODELIST"])
-        port = _FIRST_PORT + (101 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % _PORTS
-        rendezvous = env.get("MASTER_ADDR", first), int(env.get("MASTER_PORT", port))
-        return SlurmTask(int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), count, *rendezvous)
+        address = env.get("MASTER_ADDR") or ("127.0.0.1" if is_one else _first_node(env["SLURM_STEP_NODELIST"]))
+        port = env.get("MASTER_PORT") or (
+            _FIRST_PORT + (101 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % _PORTS
+        )
+        return SlurmTask(int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), count, address, int(port))
     except (KeyError, ValueError):
         return None  # some of the variables are missing
 

@@ -128,6 +128,11 @@ def paused() -> Iterator[None]:
         _paused.reset(token)
 
 
+def resume() -> None:
+    """End a pause that an interrupt has cut short: a cell's context outlives the cell."""
+    _paused.set(False)
+
+
 def _is_of_ranks(help_line: str) -> bool:
     """Return True if the ranks alone have the name that help is wanted on."""
     name, session, shell = help_line.strip("?").partition(".")[0], live_sessions.find(), get_ipython()

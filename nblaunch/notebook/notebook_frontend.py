@@ -23,7 +23,7 @@ from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views import Stream, View
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.cell_display import show_session
-from nblaunch.notebook.cells import goes_to_session, paused
+from nblaunch.notebook.cells import goes_to_session, paused, resume
 from nblaunch.notebook.panel import PanelView, settle_panels
 from nblaunch.notebook.shell_channel import ShellChannel
 
@@ -125,6 +125,7 @@ class NotebookFrontend(Frontend):
 
     def after_cell(self, result: Any) -> None:
         """Run at the end of each cell: refresh the engine."""
+        resume()
         settle_panels(self.wait)
         if self._was_examined:
             self._was_examined, self.shell.call_pdb = False, True

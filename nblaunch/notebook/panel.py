@@ -238,9 +238,13 @@ class PanelView(View):
             self._widget = widget
             if not self._over.is_set():
                 self._show()
+            is_late = self._is_retired
+        if is_late:
+            self.retire()
 
     def retire(self) -> None:
         with self._lock:
+            self._is_retired = True
             widget, self._widget = self._widget, None
             if widget is not None:
                 widget.layout.close()

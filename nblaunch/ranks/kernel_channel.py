@@ -122,8 +122,10 @@ class KernelChannel:
                     self._arriving.put((message, fds))
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
-                    _thread.start_new_thread(self._signal_again, (self._handled,))
+                    handled = self._handled
                     signal.pthread_kill(self._main, signal.SIGINT)
+                    with contextlib.suppress(RuntimeError):  # no thread can be started
+                        _thread.start_new_thread(self._signal_again, (handled,))
                     self.keyboard.wake()
                     deferral = self._deferral
                     if deferral is not None and message.task == self.task:  # the main thread may wait in C

@@ -331,10 +331,12 @@ def _begin(call: Callable[[], None]) -> threading.Lock:
     ended.acquire()
 
     def run() -> None:
-        processes.leave_signals_to_main_thread()
-        with contextlib.suppress(Exception):  # CUDA's errors; a group that was aborted before, or by torch's watchdog
-            call()
-        ended.release()
+        try:
+            processes.leave_signals_to_main_thread()
+            with contextlib.suppress(Exception):  # CUDA's errors; a group aborted before, or by torch's watchdog
+                call()
+        finally:
+            ended.release()
 
     _thread.start_new_thread(run, ())  # `threading` must list the user's threads only
     return ended

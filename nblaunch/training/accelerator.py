@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
@@ -547,7 +547,8 @@ class Preparation:
                 return scheduler
             scheduler = scheduler.inner
         optimizer: Any = scheduler.optimizer
-        if not (hasattr(optimizer.step, "_wrapped_by_lr_sched") or "step" in vars(optimizer)):
+        is_wrapped = hasattr(optimizer.step, "_wrapped_by_lr_sched") or "step" in vars(optimizer)
+        if not (is_wrapped or isinstance(scheduler, ReduceLROnPlateau)):
             ConstantLR(optimizer, 1.0)  # wraps the optimizer's step as before it was pickled; else torch warns
         if not self.gradient_state.needs_wrappers:
             return scheduler

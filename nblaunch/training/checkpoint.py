@@ -15,6 +15,7 @@ import math
 import os
 import re
 import socket
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
@@ -171,6 +172,12 @@ def read(
             raise ArgumentError(f"{path} holds {found}, which runs code when it is loaded. {if_code}") from error
         raise RuntimeError(f"{path} is damaged: {if_damaged}") from error
     return state
+
+
+def _plain(leaf: Any) -> Any:
+    """Return a NumPy number, such as an lr from ``logspace``, as Python's: NumPy's would be code when it is loaded."""
+    numpy: Any = sys.modules.get("numpy")
+    return leaf.item() if numpy is not None and isinstance(leaf, numpy.generic) else leaf
 
 
 def code_in(state: Any) -> str:
@@ -357,7 +364,8 @@ class SavedStates:
 
         def add() -> None:
             for kind, things in self._things().items():
-                state[kind] = [whole[id(thing)] if id(thing) in whole else thing.state_dict() for thing in things]
+                states = [whole[id(thing)] if id(thing) in whole else thing.state_dict() for thing in things]
+                state[kind] = states if kind == "model" else tree_map(_plain, states)
                 if kind != "model" and (found := code_in(state[kind])):  # now, not only when the state is needed
                     warn(
                         f"the saved state of the {kind} holds {found}, which runs code when it is loaded: load_state "

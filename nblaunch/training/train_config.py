@@ -173,9 +173,10 @@ class TrainConfig:
                 raise ArgumentError(f"{name}={given!r:.80}: give a dict of arguments for {function}")
         for name in self.launch_options:
             if name in _OWN_OPTIONS:
+                own = ": give nprocs, compute_setup, backend or mixed_precision to TrainConfig"
                 raise ArgumentError(
-                    f"launch={dict(self.launch_options)!r:.80}: the Trainer sets {name} itself: give nprocs, "
-                    "compute_setup, backend or mixed_precision to TrainConfig"
+                    f"launch={dict(self.launch_options)!r:.80}: the Trainer sets {name} itself"
+                    f"{own if name in _OWN_OPTIONS[3:7] else ''}"
                 )
 
     @property

@@ -400,7 +400,11 @@ class Trainer:
         """Take the progress of a stopped or failed run, and say what the next `fit` begins with."""
         now, trained = self._checkpoints(), getattr(error, "results", {}).get(0)
         if now != before:
-            state = checkpoint.read(now[-1][0], mmap=True)
+            try:
+                state = checkpoint.read(now[-1][0], mmap=True)
+            except (ArgumentError, RuntimeError) as unreadable:  # must not hide the error that ended the run
+                add_note(error, str(unreadable))
+                return
             self.progress, self.loaded = checkpoint.TrainingProgress(**state["progress"]), None
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained

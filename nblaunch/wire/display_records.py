@@ -79,8 +79,8 @@ def to_line(record: DisplayRecord) -> dict[str, Any]:
 def from_line(line: Mapping[str, Any]) -> DisplayRecord | None:
     """Return the record of a line in a spool; None for another kind of line."""
     fields = dict(line)
-    kind = fields.pop(_FIELD, None)
-    return None if kind is None else _KINDS[kind](**fields)
+    kind = _KINDS.get(fields.pop(_FIELD, ""))
+    return None if kind is None else kind(**fields)
 
 
 def is_display(line: Mapping[str, Any]) -> bool:

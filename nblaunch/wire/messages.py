@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nblaunch.machine.inventory import Process
 from nblaunch.wire.tables import Begun
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 MAX_BOUND = 2_000

@@ -947,6 +947,7 @@ def test_a_fresh_cell_has_ranks_of_its_own(kernel: Kernel) -> None:
 
 
 def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
+    kernel.run("from nblaunch.notebook import cells\n(cut := cells.paused()).__enter__()  # by an interrupt").check()
     kernel.run("import textwrap\ntextwrap.TextWrapper.x = False\ndef of_notebook(a): 'A doc.'").check()
     kernel.run("%distributed auto on").check()
     try:

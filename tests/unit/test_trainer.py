@@ -280,11 +280,19 @@ def test_two_processes_that_write_one_file_leave_a_whole_one(tmp_path: Path, mon
 
 def test_a_state_that_cannot_be_read_again_is_a_warning_at_once(tmp_path: Path) -> None:
     data, one = TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), of_width(2, tmp_path)
-    one.optimizer.param_groups[0]["lr"] = np.float64(0.01)
+    one.optimizer.param_groups[0]["decay"] = np.ones(1)
     with pytest.warns(UserWarning, match=r"state of the optimizer holds numpy.* a Trainer cannot resume from it"):
         one.fit(data)
     with pytest.raises(ArgumentError, match=r"step-1\.pt holds numpy.*code.*states of the optimizer, schedule and"):
         of_width(2, tmp_path, epochs=2).fit(data)
+
+
+def test_a_learning_rate_of_numpy_is_saved_as_a_number(tmp_path: Path) -> None:
+    data, one = TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), of_width(2, tmp_path)
+    one.optimizer.param_groups[0]["lr"] = np.logspace(-2, -1, 2)[0]
+    one.fit(data)
+    assert checkpoint.read(tmp_path / "step-1.pt")["optimizer"][0]["param_groups"][0]["lr"] == 0.01
+    of_width(2, tmp_path, epochs=2).fit(data)
 
 
 def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None:
