@@ -101,6 +101,7 @@ class PanelView(View):
         self._over = threading.Event()
         self._ended_at = 0.0
         self._widget: Any = None
+        self._is_retired = False
         self._resyncs: list[Resync] = []
         self._needs_record = False
         self._needs_last = True
