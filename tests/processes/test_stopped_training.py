@@ -149,9 +149,15 @@ class Slow(Marks):
     """Only rank 0 is."""
 
     def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
-        if trainer.accelerator.is_main_process and trainer.step == self.step and self.is_first:
-            self.mark.touch()
-            time.sleep(1.0)
+        if trainer.step == self.step and self.is_first:
+            other = self.mark.with_suffix(".other")
+            if trainer.accelerator.is_main_process:
+                eventually(other.exists)
+                time.sleep(0.5)  # for rank 1 to begin the next step
+                self.mark.touch()
+                time.sleep(1.0)
+            else:
+                other.touch()
 
 
 @pytest.mark.parametrize(("nprocs", "every"), [(1, None), (2, 2)])
