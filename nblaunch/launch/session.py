@@ -367,9 +367,11 @@ class Session:
         running, *queued = [each.label or "a question" for each in ranks.queue.tickets] or [""]
         of_ranks = []
         for rank, names in enumerate(ranks.bound):
-            member, host = ranks.group.members[rank], ranks.plan.places[rank].host
-            lives = rank not in ranks.absent and (member.worker.is_open if host else alive(member.pid))
-            pid = member.pid if lives else 0  # it may have died since the last task
+            pid, host = 0, ranks.plan.places[rank].host
+            if rank not in ranks.absent:  # else the group may have no members: they could not be started again
+                member = ranks.group.members[rank]
+                if member.worker.is_open if host else alive(member.pid):  # it may have died since the last task
+                    pid = member.pid
             of_ranks.append(RankHolding(rank, pid, len(names), sum(each.size for each in names), host))
         idle = 0.0 if ranks.queue else time.monotonic() - ranks.idle_since
         return SessionState(self.name, self._ranks.plan.device, running, queued, idle, of_ranks, is_open=self.is_open)

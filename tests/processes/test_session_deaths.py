@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import nblaunch
 from nblaunch import Session
+from nblaunch.engines import local
 from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
@@ -322,6 +324,19 @@ def test_a_rank_that_cannot_be_restarted_costs_one_question(session: Session) ->
     with pytest.raises(StartError, match="rank 1 could not be started: Cannot allocate memory"):
         session.pull("value", ranks=[0])
     assert session.pull("value", ranks=[0]) == [3]
+
+
+def test_a_session_that_could_not_be_restarted_has_a_status(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise OSError("no port is free")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "serve_store", refuse)
+        with pytest.raises(StartError, match=r"cannot serve the rendezvous.*no port is free"):
+            session.restart()
+        assert session.status().count("dead") == 2
+    session.restart()
+    assert list(session.run(lambda rank: rank, view="none")) == [0, 1]
 
 
 def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
