@@ -27,7 +27,7 @@ def trained_by_lightning(package: str, its_own_group: bool) -> dict[str, Any]:
     from nblaunch.training import Accuracy, evaluate
     from nblaunch.training.peers import PanelLogger
 
-    class Digits(pl.LightningModule):  # type: ignore[misc]  # of either package
+    class Digits(pl.LightningModule):  # of either package
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 64), torch.nn.ReLU())
