@@ -56,13 +56,6 @@ def conformance(*methods: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("start_method", [_START_METHODS[each] for each in methods], indirect=True)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files that have no test for ``-m alone``: importing all files takes 15 s."""
-    if config.option.markexpr == "alone" and collection_path.match("test_*.py"):
-        return True if "mark.alone" not in collection_path.read_text() else None
-    return None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Look for no garbage while all files are imported, which would take a third of that time, nor later among them."""

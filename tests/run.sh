@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
 #
-#   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` one by one
+#   bash tests/run.sh                 all tests, four files at a time
 #   bash tests/run.sh --quick         lint, types, tests/unit, and one test of a launch, a session and a kernel: 3 minutes
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #   bash tests/run.sh --gpu           what needs a GPU, and nothing else: tests/gpu/README.md
@@ -66,13 +66,11 @@ check ruff format --check .
 check mypy &  # beside the tests, which wait much
 types=$! status=0
 if [ "${1:-}" = --quick ]; then
-    check pytest -m "not alone" -n 2 --dist loadfile \
-        tests/unit tests/processes/test_several.py tests/kernel/test_magics.py || status=$?
+    check pytest -n 2 --dist loadfile tests/unit tests/processes/test_several.py tests/kernel/test_magics.py || status=$?
 elif [ $# -gt 0 ]; then
     check pytest "$@" || status=$?
 else
-    check pytest -m "not alone" -n 4 --dist loadfile --no-loadscope-reorder || status=$?
-    check pytest -m alone || status=$?
+    check pytest -n 4 --dist loadfile --no-loadscope-reorder || status=$?
     say "$("$python" -m tests.gpu --look)"
 fi
 wait $types || status=$?

@@ -8,8 +8,7 @@ import pytest
 
 from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
-from tests.processes.test_deaths import alive
-from tests.processes.test_session_deaths import SURVIVES_AT_MOST
+from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
 
 LAUNCHES = 10
 CELL = f"""

@@ -8,7 +8,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -84,7 +83,6 @@ def kept_logs() -> int:
     return logs()
 
 
-@pytest.mark.alone  # it compares memory and open files
 def test_more_launches_leave_nothing_behind() -> None:
     def launch() -> None:
         result = notebook_launcher(add_up, num_processes=2, kwargs={"numbers": [1.0] * 1000}, view="none")

@@ -196,4 +196,4 @@ def test_nothing_survives_the_kernel_while_a_server_is_built(tmp_path: Path) -> 
     finally:
         kernel.kill()
         kernel.wait()
-    eventually(lambda: not any(map(alive, pids)), 3 * SURVIVES_AT_MOST, lambda: [pid for pid in pids if alive(pid)])
+    eventually(lambda: not any(map(alive, pids)), SURVIVES_AT_MOST, lambda: [pid for pid in pids if alive(pid)])

@@ -36,11 +36,8 @@ from tests.conftest import (
     marked_processes,
     settled_server,
 )
-from tests.processes.test_deaths import alive, start_daemon
+from tests.processes.test_deaths import SURVIVES_AT_MOST, alive, start_daemon
 from tests.processes.test_process_group import listeners_beyond_loopback, summed
-
-SURVIVES_AT_MOST = 9.0
-"""Seconds: three times what is promised, as other tests run at the same time."""
 
 
 @pytest.fixture
