@@ -78,8 +78,9 @@ def test_the_kernel_has_the_platforms_versions(where: Platform, kernel: Kernel) 
 
 def test_a_launch_shows_a_panel_that_ends_as_its_record(where: Platform, page: Page) -> None:
     page.run("result = notebook_launcher(trains, num_processes=2)")
+    page.take_until(lambda: page.tracebacks or (page.status == "finished" and page.log(1)))
 
-    assert (page.tracebacks, page.status) == ([], "finished")
+    assert not page.tracebacks
     assert list(page.log(1).values())[-1] == "rank 1 of 2"  # before it torch 2.8 says who is connected
     assert page.part("charts")
     assert any(WIDGET in each for each in page.displays)
