@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
 #
-#   bash tests/run.sh                 all tests, four files at a time
+#   bash tests/run.sh                 all tests, three files at a time
 #   bash tests/run.sh --quick         lint, types, tests/unit, and one test of a launch, a session and a kernel: 3 minutes
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #   bash tests/run.sh --gpu           what needs a GPU, and nothing else: tests/gpu/README.md
@@ -70,7 +70,7 @@ if [ "${1:-}" = --quick ]; then
 elif [ $# -gt 0 ]; then
     check pytest "$@" || status=$?
 else
-    check pytest -n 4 --dist loadfile --no-loadscope-reorder || status=$?
+    check pytest -n 3 --dist loadfile --no-loadscope-reorder || status=$?
     say "$("$python" -m tests.gpu --look)"
 fi
 wait $types || status=$?
