@@ -203,12 +203,14 @@ notebook_launcher(fails, num_processes=2)
 
 
 def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> None:
-    code = PRINTS + "\nfor _ in range(22): notebook_launcher(prints, args=(200,), num_processes=1)"
-    page.run(code)
     kernel = page.kernel
+    most = kernel.ask("__import__('nblaunch.notebook.panel', fromlist=['_ended'])._MAX_ENDED_PANELS")
+    kernel.run("from nblaunch.notebook import panel\npanel._MAX_ENDED_PANELS = 6").check()
+    code = PRINTS + "\nfor _ in range(8): notebook_launcher(prints, args=(200,), num_processes=1)"
+    page.run(code)
     count = "len(__import__('ipywidgets').Widget.widgets)"
     # each has a layout, and one has the script of all
-    eventually(lambda: kernel.ask(count) <= 2 * 20 + 1, otherwise=lambda: kernel.ask(count))
+    eventually(lambda: kernel.ask(count) <= 2 * 6 + 1, otherwise=lambda: kernel.ask(count))
     threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
     eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
     before = 10 + kernel.ask("len(__import__('os').listdir('/proc/self/fd'))")
@@ -217,6 +219,7 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     # ipykernel gives each thread that sends a socket of its own, and collects those of ended threads by the clock
     descriptors = "len(__import__('os').listdir('/proc/self/fd'))"
     eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))
+    kernel.run(f"panel._MAX_ENDED_PANELS = {most}").check()
 
 
 def test_after_all_widgets_are_closed_a_panel_has_a_script(page: Page) -> None:

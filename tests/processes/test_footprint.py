@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,13 +84,15 @@ def kept_logs() -> int:
     return logs()
 
 
-def test_more_launches_leave_nothing_behind() -> None:
+def test_more_launches_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune, "__defaults__", (10, 1 << 30))  # instead of 50 launches
+
     def launch() -> None:
         result = notebook_launcher(add_up, num_processes=2, kwargs={"numbers": [1.0] * 1000}, view="none")
         assert list(result) == [3000.0, 3000.0]  # type: ignore[arg-type]  # a blocking launch returns its result
 
     settled_server()
-    for _ in range(55):  # the pages that are used once, and the 50 launches whose logs are kept
+    for _ in range(15):  # the pages that are used once, and the 10 launches whose logs are kept
         launch()
     wait_for_supervisor()
     before = Footprint.now()
@@ -103,4 +106,4 @@ def test_more_launches_leave_nothing_behind() -> None:
     after = Footprint.now()
     assert after.memory - before.memory < 5 * MEGABYTE
     assert after.server_memory - before.server_memory < 2 * MEGABYTE
-    assert kept_logs() == kept == 50
+    assert kept_logs() == kept == 10
