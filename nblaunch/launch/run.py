@@ -182,7 +182,11 @@ class Run:
 
     def _note_end(self, ranks: SessionRanks, absent_before: list[int], generation_before: int) -> None:
         """Note what the task has cost: ranks, values, and the process group."""
-        for rank in [rank for rank in ranks.absent if rank not in absent_before]:
+        dead = [rank for rank in ranks.absent if rank not in absent_before]
+        if dead and not ranks.present:
+            self.note(f"every rank is dead, and its variables are lost. {restart_command(ranks.name)} restarts them")
+            return
+        for rank in dead:
             self.note(
                 f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
                 f"without collectives. {restart_command(ranks.name, [rank])} restarts it"

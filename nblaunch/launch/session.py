@@ -509,8 +509,10 @@ def session(
     given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
     given = {option: value for option, value in given.items() if value is not None}
     running = find(name)
-    if running is not None:
+    if running is not None and running._ranks.present:
         return _same(running, given)
+    if running is not None:  # no rank lives
+        running.stop()
     timeout = None if idle_timeout is None else seconds("idle_timeout", idle_timeout)
     checked = Options(num_processes=num_processes, **options)
     shown = host().view("auto")

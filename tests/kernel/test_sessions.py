@@ -689,12 +689,20 @@ def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> Non
 
 
 def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
-    kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)")
+    noted = kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)").text
+    assert "every rank is dead, and its variables are lost. `%distributed session restart` restarts them" in noted
+    assert "The other ranks keep theirs" not in noted
     dead = "every rank of session main is dead: `%distributed session restart` restarts them"
     assert dead in kernel.run("%%distributed\n1").error
     assert dead in kernel.run("s.push(a=1)").error
     assert dead in kernel.run("s.pull('a')").error
     kernel.run("%distributed session restart").check()
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_the_cell_of_a_session_without_ranks_starts_it_again(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert "is running" not in kernel.run("%distributed session -n 2 -o s").check().text
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
 
