@@ -251,8 +251,9 @@ export class LogView {
       this.path,
       !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
     );
-    const { length } = pane.view.lines;
-    setText(this.count, length ? `${length.toLocaleString("en-US")} ${length === 1 ? "line" : "lines"}` : "");
+    const { lines, total } = pane.view;
+    const last = lines.length < total ? `the last ${lines.length.toLocaleString("en-US")} of ` : "";
+    setText(this.count, total ? `${last}${total.toLocaleString("en-US")} ${total === 1 ? "line" : "lines"}` : "");
   }
 
   async #copy() {

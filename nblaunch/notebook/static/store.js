@@ -48,13 +48,15 @@ export class LogStore {
     return [...this.sources.values()].map(({ attempt, rank, stream, whole }) => [attempt, rank, stream, whole]);
   }
 
-  /** Return the lines of a tab, and its unfinished lines. @param {Tab} tab @returns {{lines: Line[], open: Line[]}} */
+  /** Return the lines of a tab, its unfinished lines, and how many lines its logs have.
+   * @param {Tab} tab @returns {{lines: Line[], open: Line[], total: number}} */
   view(tab) {
     const sources = [...this.sources.values()].filter(({ rank }) => tab === "all" || tab === rank);
     if (tab === "all") sources.sort((x, y) => x.rank - y.rank);
     return {
       lines: (tab === "all" ? this.merged : this.ranks.get(tab)) ?? [],
       open: sources.flatMap(({ open }) => open).slice(0, this.limits.open),
+      total: sources.reduce((sum, { end }) => sum + end, 0),
     };
   }
 

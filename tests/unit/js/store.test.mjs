@@ -56,6 +56,7 @@ test("lines that did not come are counted, until they come", () => {
   const store = new LogStore();
   add(store, [0, "out", 0, 1, ["a"]], [0, "out", 1234, 2, ["b"]], [1, "out", 5, 3, ["c"]]);
   assert.deepEqual(shown(store), ["0:a", "0:… 1,233 lines not shown …", "0:b", "1:… 5 lines not shown …", "1:c"]);
+  assert.deepEqual([store.view("all").total, store.view(1).total], [1241, 6]);
   assert.deepEqual(store.ends, [
     [1, 0, "out", 1],
     [1, 1, "out", 0],
