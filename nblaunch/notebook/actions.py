@@ -106,7 +106,7 @@ def in_flags(error: Exception) -> UsageError:
         return UsageError(str(error))
     if name == "metric_patterns":
         rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
-    rest = re.sub(r"\bengine='", "--engine '", rest)
+    rest = re.sub(r"\b(device|engine)='", r"--\1 '", rest)
     return UsageError(f"{flag_of(name)} {rest}")
 
 

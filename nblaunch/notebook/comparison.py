@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_names import ChartPlan, direction, kind, number_of
 from nblaunch.launch.output.reports import Report
 from nblaunch.launch.result import LaunchResult, Metrics
@@ -73,7 +74,7 @@ def _metrics_of(argument: str, source: Any) -> Metrics:
         raise TypeError(f"compare({argument}{source!r:.80}): must be a result of notebook_launcher or a DataFrame")
     if not any(report.values for report in metrics):
         why = "its ranks never called report()" if isinstance(source, LaunchResult) else "no column holds numbers"
-        raise ValueError(f"compare({argument}<{type(source).__name__}>): it has no metrics: {why}")
+        raise ArgumentError(f"compare({argument}<{type(source).__name__}>): it has no metrics: {why}")
     return metrics
 
 

@@ -161,6 +161,8 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("-n 2 --ranks 0,2", "--ranks 0,2: the ranks are 0 and 1"),
         ("-n 2 --ranks -1", "--ranks -1: the ranks are 0 and 1"),
         ("-n 2 --device tpu", "--device 'tpu': must be one of 'auto', 'cpu', 'cuda'"),
+        ("-n 2 --device cuda", "--device 'cuda', but no GPU is visible"),
+        ("-n 2 --device cuda", "use --device 'cpu'"),
         ("--engine 'ssh --hostfile'", "--engine 'ssh --hostfile': --hostfile needs a value"),
         (
             "--engine ssh gpu1 gpu2 -n 2",
