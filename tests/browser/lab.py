@@ -19,6 +19,7 @@ from urllib.error import URLError
 
 import nbformat
 from playwright.sync_api import Browser, BrowserContext, Error, Page, sync_playwright
+from playwright.sync_api import TimeoutError as TooLateError
 
 from tests.conftest import LONG, MARK
 
@@ -135,6 +136,10 @@ def open_page(context: BrowserContext) -> Iterator[Page]:
 def load_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> None:
     """Load a page with this notebook alone, in a workspace of its own, and wait until its kernel is idle."""
     page.goto(url + (f"{_workspace()}/tree/{name}?reset" if app == "jupyterlab" else f"notebooks/{name}"))
+    try:
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    except TooLateError:  # seen once: Notebook 7 has it and shows nothing, before any code of ours is in the page
+        page.reload()
     wait_until_idle(page)
 
 
