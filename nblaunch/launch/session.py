@@ -509,10 +509,8 @@ def session(
     given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
     given = {option: value for option, value in given.items() if value is not None}
     running = find(name)
-    if running is not None and running._ranks.present:
+    if running is not None:
         return _same(running, given)
-    if running is not None:  # no rank lives
-        running.stop()
     timeout = None if idle_timeout is None else seconds("idle_timeout", idle_timeout)
     checked = Options(num_processes=num_processes, **options)
     shown = host().view("auto")
@@ -537,7 +535,12 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
                 f"{command(running.name, 'stop')} ends it; another name= starts another session beside it"
             )
     ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
-    host().writer()(f"session {running.name} is running: {ranks}, with the variables of earlier cells\n", "out")
+    said = f"is running: {ranks}, with the variables of earlier cells"
+    questions.look(running._ranks)
+    if not (running._ranks.present or running._ranks.queue):  # nor does a restart bring some
+        running.restart()
+        said = f"had lost its ranks, and has {ranks} again, without their variables"
+    host().writer()(f"session {running.name} {said}\n", "out")
     _register(running, True)
     return running
 

@@ -106,7 +106,7 @@ def in_flags(error: Exception) -> UsageError:
         return UsageError(str(error))
     if name == "metric_patterns":
         rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
-    rest = re.sub(r"\b(device|engine)='", r"--\1 '", rest)
+    rest = re.sub(r"\b(\w+)=(?=['\d])", lambda m: f"{flag_of(m[1])} " if m[1] in TABLE else m[0], rest)
     return UsageError(f"{flag_of(name)} {rest}")
 
 

@@ -309,26 +309,11 @@ def _has_failed(request: pytest.FixtureRequest) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember whether a test failed: its page is not for another test. Report what the page shows then."""
+    """Remember whether a test failed: its page is not for another test."""
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed
-        for lab in item.funcargs.values() if report.failed else ():  # type: ignore[attr-defined]  # of a function
-            if isinstance(lab, Lab):
-                with contextlib.suppress(Error):  # the page may have gone
-                    report.sections.append(("the page", str(lab.page.evaluate(_SHOWN))))
     return report
-
-
-_SHOWN = """() => {
-    const boxes = []
-    for (let node = document.querySelector(".jp-Notebook .jp-Cell"); node; node = node.parentElement) {
-        const style = getComputedStyle(node), box = node.getBoundingClientRect()
-        boxes.push(`${style.display} ${style.visibility} ${box.width} x ${box.height}: ${node.id} ${node.className}`)
-    }
-    return `${document.body.innerText.slice(0, 5000)}\n\n${boxes.join("\n")}`
-}"""
-"""The text of a page, and the boxes around its first cell, the innermost first."""
 
 
 def keep_picture(page: Page, name: str) -> None:

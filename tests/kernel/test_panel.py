@@ -206,7 +206,7 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     kernel = page.kernel
     most = kernel.ask("__import__('nblaunch.notebook.panel', fromlist=['_ended'])._MAX_ENDED_PANELS")
     kernel.run("from nblaunch.notebook import panel\npanel._MAX_ENDED_PANELS = 6").check()
-    code = PRINTS + "\nfor _ in range(8): notebook_launcher(prints, args=(200,), num_processes=1)"
+    code = PRINTS + "\nfor _ in range(12): notebook_launcher(prints, args=(200,), num_processes=1)"
     page.run(code)
     count = "len(__import__('ipywidgets').Widget.widgets)"
     # each has a layout, and one has the script of all

@@ -701,8 +701,12 @@ def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
 
 
 def test_the_cell_of_a_session_without_ranks_starts_it_again(kernel: Kernel) -> None:
-    kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert "is running" not in kernel.run("%distributed session -n 2 -o s").check().text
+    """The ranks die between two cells."""
+    kernel.run("import os, signal").check()
+    kernel.run("for pid in s.pull('__import__(\"os\").getpid()'): os.kill(pid, signal.SIGKILL)").check()
+    eventually(lambda: kernel.run("%distributed session status").check().text.count("dead") == 2)
+    said = "session main had lost its ranks, and has 2 ranks again, without their variables"
+    assert said in kernel.run("again = nblaunch.session(2)").check().text
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
 

@@ -252,8 +252,8 @@ export class LogView {
       !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
     );
     const { lines, total } = pane.view;
-    const last = lines.length < total ? `the last ${lines.length.toLocaleString("en-US")} of ` : "";
-    setText(this.count, total ? `${last}${total.toLocaleString("en-US")} ${total === 1 ? "line" : "lines"}` : "");
+    const rest = lines.length < total ? ", not all shown" : "";
+    setText(this.count, total ? `${total.toLocaleString("en-US")} ${total === 1 ? "line" : "lines"}${rest}` : "");
   }
 
   async #copy() {
