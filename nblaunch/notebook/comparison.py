@@ -55,7 +55,7 @@ def compare(*runs: LaunchResult | pandas.DataFrame, **named: LaunchResult | pand
     given = [(f"argument {number}: ", run) for number, run in enumerate(runs, start=1)]
     given += [(f"{name}=", run) for name, run in named.items()]
     if len(given) < 2:
-        raise ValueError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
+        raise ArgumentError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
     metrics = [_metrics_of(argument, source) for argument, source in given]
     labels = [*named]
     for at, run in enumerate(runs):
