@@ -15,10 +15,22 @@ if [ "${1:-}" = --headless ]; then
     exec "$python" "$root/notebooks/headless.py" "$root/notebooks/quickstart.ipynb"
 fi
 
-# The address that Jupyter prints leads to the notebook, also where no browser can be opened.
-options=(--ServerApp.root_dir="$root/notebooks" --LabApp.default_url=/lab/tree/quickstart.ipynb)
+# Running a notebook changes its file: work on copies, which later runs of this script leave as they are.
+copies=$root/notebooks/copies
+mkdir -p "$copies"
+for file in "$root"/notebooks/*.{ipynb,md,png,py}; do
+    [ -e "$copies/$(basename "$file")" ] || cp "$file" "$copies"
+done
+# JupyterLab's question about news would cover the notebook. Only in an environment without settings of its own.
+settings=$("$python" -c 'import sys; print(sys.prefix)')/share/jupyter/lab/settings
+if [ ! -e "$settings" ]; then
+    mkdir -p "$settings"
+    echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' > "$settings/overrides.json"
+fi
+
+options=(--ServerApp.root_dir="$copies" --LabApp.default_url=/lab/tree/quickstart.ipynb)
 if [ "$(id -u)" -eq 0 ]; then options+=(--allow-root); fi  # Jupyter refuses root otherwise
-# JupyterLab's log hides the address: say it again, once the server has written its file.
+# JupyterLab's log hides the address: say it again, last and alone, once the server has written its file.
 tell_address() {
     local file
     file=$("$python" -m jupyter --runtime-dir)/jpserver-$1.json
@@ -27,8 +39,8 @@ tell_address() {
     "$python" - "$file" 2> /dev/null << 'END' || true
 import json, sys
 server = json.load(open(sys.argv[1]))
-print(f"\nOpen {server['url']}lab/tree/quickstart.ipynb?token={server['token']}   (Ctrl-C here ends JupyterLab)")
-print("Running the notebook saves its outputs: `git restore notebooks/quickstart.ipynb` removes them.", flush=True)
+print("\nThe notebooks are copies, in notebooks/copies. Ctrl-C here ends JupyterLab. Open:")
+print(f"\n    {server['url']}lab/tree/quickstart.ipynb?token={server['token']}\n", flush=True)
 END
 }
 tell_address $$ >&2 &

@@ -24,7 +24,7 @@ from tests.conftest import eventually
 from tests.engines.agents import have_begun
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.kernel.harness import running_kernel
-from tests.kernel.test_readme import blocks
+from tests.kernel.test_readme import REFERENCE, blocks
 
 
 def launch(function: Callable[..., Any], **options: Any) -> Any:
@@ -121,19 +121,19 @@ def test_a_killed_srun_ends_the_ranks_and_frees_the_nodes(slurm: SlurmCluster) -
 
 
 def test_the_readmes_cells_run_on_two_nodes(slurm: SlurmCluster) -> None:
-    first, *others = blocks("python")
+    first, *others = blocks("python") + blocks("python", REFERENCE)
     (debugged,) = [each for each in others if "breakpoint()" in each]
     (cell,) = [each for each in others if "slurm" in each]
     with running_kernel(**slurm.env) as kernel:
         kernel.run(first).check()
-        there = debugged.replace("-n 2", "-n 1 --nodes 2 --engine 'slurm --time=60'")
+        there = debugged.replace("-n 2 --fresh", "-n 1 --nodes 2 --engine 'slurm --time=60'")
         stopped = kernel.debug(there, "p loss", "all p __import__('os').uname().nodename", "q")
         done = kernel.run(cell).check()
         kernel.run("%distributed session -n 1 --nodes 2 --engine 'slurm --time=60'").check()
         freed = kernel.run("%distributed release").check()
     assert stopped.prompts == ["(rank 1 of 2) "] * 3
     assert {"tensor(nan)", "rank 0: 'n1'", "rank 1: 'n2'"} <= set(stopped.stdout.splitlines())
-    assert {f"[rank {rank}] {rank} of 4 has 6.0" for rank in range(4)} <= set(done.stdout.splitlines())
+    assert {f"[rank {rank}] rank {rank} has 10.0" for rank in range(4)} <= set(done.stdout.splitlines())
     assert re.fullmatch(r"stopped session main\nreleased slurm job \d+: n1, n2\n", freed.text)
     eventually(slurm.is_idle, 20, slurm.log)
 

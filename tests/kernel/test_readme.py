@@ -1,4 +1,4 @@
-"""The README's code runs, from top to bottom, in one kernel; what needs Slurm, in tests/engines.
+"""The code of the README and the reference runs, from top to bottom, in one kernel; what needs Slurm, in tests/engines.
 
 The training README is in test_notebooks.py.
 """
@@ -8,32 +8,37 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from nblaunch.launch.options import TABLE
 from tests.kernel.harness import Kernel
 
 README = Path(__file__).parents[2] / "README.md"
+REFERENCE = README.parent / "notebooks/reference.md"
+GUIDE = README.parent / "notebooks/README.md"
 
 
 def blocks(language: str, readme: Path = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_every_python_block_of_the_readme_runs(kernel: Kernel) -> None:
-    cells = blocks("python")
-    assert len(cells) >= 5
+def test_every_python_block_of_the_readme_and_the_reference_runs(kernel: Kernel) -> None:
+    cells = blocks("python") + blocks("python", REFERENCE)
+    assert len(cells) >= 7
     try:
         shown = [kernel.run(cell).check() for cell in cells if not re.search(r"breakpoint\(\)|slurm", cell)]
         debugged = [kernel.debug(cell, "p loss", "q") for cell in cells if "breakpoint()" in cell]
-        sums = kernel.run("list(sums), sums.metrics.last").check().value
+        totals = kernel.run("list(totals)").check().value
     finally:
         kernel.run("%distributed session stop").check()
     printed = "\n".join(cell.stdout for cell in shown)
-    assert "[rank 1] 1 of 2 has 1.0" in printed
+    assert "[rank 1] rank 1 has 3.0" in printed
     assert "rank 1: invalid literal for int()" in printed
-    assert shown[0].value == "1.0"
+    assert (shown[0].value, totals) == ("[3.0, 3.0]", "[3.0, 3.0]")
+    assert shown[-1].value == "[10, 11]"
     assert [cell.prompts for cell in debugged] == [["(rank 1 of 2) "] * 2]
     assert "tensor(nan)" in debugged[0].stdout
     assert debugged[0].error.startswith("KeyboardInterrupt")
-    assert sums == "([3.0, 3.0], {'total': 3.0})"
 
 
 def test_the_commands_of_the_readme_exist() -> None:
@@ -42,11 +47,30 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert (README.parent / script).is_file()
 
 
-def test_the_readme_links_to_files_that_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+@pytest.mark.parametrize("page", [README, REFERENCE, GUIDE], ids=["readme", "reference", "guide"])
+def test_links_lead_to_files_and_sections_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
     assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []
+    missing = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            missing.append(link)
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the sections of a page, as GitHub names them, and the anchors in its text."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    named = re.findall(r'<a id="([^"]+)">', page.read_text())
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(named)
+
+
+def test_the_reference_has_an_anchor_for_each_option() -> None:
+    assert {*TABLE} <= anchors(REFERENCE)
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 190
+    text = README.read_text()
+    assert len(text.splitlines()) <= 90
