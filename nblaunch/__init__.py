@@ -1,8 +1,20 @@
-"""nblaunch: run distributed PyTorch from a Jupyter notebook.
+"""nblaunch: run distributed PyTorch from a Jupyter notebook, on every GPU, on CPU processes, or on a cluster.
 
-``notebook_launcher(train, num_processes=2)`` or ``%%distributed -n 2`` runs a function or cell on every GPU, or on
-CPU processes. Importing this package starts nothing and imports no torch; in a Jupyter kernel, importing
-``notebook_launcher`` or ``session`` from it prepares the first launch in the background.
+    %load_ext nblaunch
+    from nblaunch import notebook_launcher, report
+
+    def train(rank, world_size, device, lr):
+        report(step=0, loss=lr)  # a chart under the cell
+        return rank
+
+    result = notebook_launcher(train, kwargs={"lr": 0.1}, num_processes=2)
+    result[1]  # what rank 1 returned
+
+Most launches need `kwargs`, `num_processes`, `device`, `timeout` and `block`; ``help(nblaunch.notebook_launcher)`` has
+all options. ``%%distributed -n 2`` on top of a cell runs the cell, and ``nblaunch.session(2)`` starts ranks that stay.
+
+Importing this package starts nothing and imports no torch. In a Jupyter kernel, importing ``notebook_launcher`` or
+``session`` from it prepares the first launch in the background.
 """
 
 import sys as _sys

@@ -66,30 +66,40 @@ def notebook_launcher(
 ) -> LaunchResult | Launch:
     r"""Run a function on every GPU, or on several CPU processes, and return what each rank returns.
 
+    Example:
+        >>> def train(rank, world_size, device, lr):
+        ...     return rank * lr
+        >>> notebook_launcher(train, kwargs={"lr": 0.1}, num_processes=2)[1]  # doctest: +SKIP
+        0.1
+
     The function may be defined in a cell and use anything in the notebook. In each rank the default process group is
-    initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in unless the
-    call supplies them. Output of the ranks appears live under the cell. Ranks work on copies of the notebook's data:
-    return whatever you need afterwards. A file that the notebook has mapped with ``np.memmap`` is not copied: what
-    ranks of this machine write to a map of mode ``r+``, the file has.
+    initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in. Output of
+    the ranks appears live under the cell. Each rank has a copy of the notebook's data: return what you need afterwards.
+    Only a file that the notebook has mapped with ``np.memmap`` is not copied: what ranks of this machine write to a map
+    of mode ``r+``, the file has.
+
+    Most launches need `kwargs`, `num_processes`, `device`, `timeout` and `block`. The others follow by topic: where
+    ranks run, what is shown, failing and stopping.
 
     Args:
         function: The function to run on every rank.
+        kwargs: Its keyword arguments, as a dict.
         args: Its positional arguments, as a tuple. They skip the parameters that are filled in. Values for `world_size`
             and `device` may be among them, as in ``mp.spawn(train, args=(world_size,))``, if `world_size` is the number
             of ranks.
         num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
             nodes 1 each.
-        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
-            ``Accelerator`` that the function creates, accelerate's or nblaunch's.
-        max_restarts: How many times to restart all ranks after a failure. Default: 0.
-        kwargs: Its keyword arguments, as a dict.
+        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
+        timeout: The maximum duration of the launch in seconds. Default: None, no limit.
+        block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
         engine: Where the ranks run. ``"local"``: on this machine. ``"slurm"``, ``"ray"`` or ``"ssh host1 host2"``: on
             other nodes, with options behind the name: for Slurm those of srun, as in ``"slurm --partition=gpu
             --time=60"``; for ssh its own, or ``--hostfile FILE``; for Ray ``--address``, and what each node reserves
             (``--num-gpus``, by default every GPU, ``--num-cpus``, ``--resources``). The nodes stay yours for further
             launches with the same `engine` and `num_nodes`, until ``%distributed release`` or the kernel's end.
             ``"auto"`` (default): Slurm in an allocation of several nodes, else this machine.
-        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
+        num_nodes: The number of nodes. Default: every host that ``"ssh ..."`` names, every node of the Slurm allocation
+            that the notebook runs in, else 1.
         backend: The backend of the process group: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"ucc"`` or ``"xccl"``. Default:
             gloo on CPUs; on GPUs nccl for GPU tensors and gloo for CPU tensors.
         start_method: How to start the ranks. ``"forkserver"`` (Linux only) forks a clean process with torch imported.
@@ -101,17 +111,21 @@ def notebook_launcher(
         env: Environment variables for the ranks, in addition to the notebook's. If one of them is read when torch is
             imported (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes
             1 to 3 s.
-        timeout: The maximum duration of the launch in seconds. Default: None, no limit.
-        stop_grace: Seconds that interrupted ranks have for ``finally`` blocks and checkpoints before they are killed.
-            Default: 30.
+        preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
+            installed packages. Default: None; well-known packages that the notebook has imported are always included.
+            On other nodes ranks import for themselves.
+        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
+            ``Accelerator`` that the function creates, accelerate's or nblaunch's.
+        view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
+            environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
             `nblaunch.report`: a string, a compiled pattern, or a list of them. Each named group is a metric, as in
             ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The lines of stdout and stderr
             that the view reads are searched in the kernel: of a flood, and of a line of more than 4,000 characters, the
             beginning and the end. A slow pattern slows down the notebook. Default: None.
-        preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
-            installed packages. Default: None; well-known packages that the notebook has imported are always included.
-            On other nodes ranks import for themselves.
+        stop_grace: Seconds that interrupted ranks have for ``finally`` blocks and checkpoints before they are killed.
+            Default: 30.
+        max_restarts: How many times to restart all ranks after a failure. Default: 0.
         on_error: ``"debug"``: a rank that raises an exception opens the debugger on it, in the cell, while the others
             wait. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
         on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill, or in the background with
@@ -119,11 +133,6 @@ def notebook_launcher(
         checks: Have torch compare every collective of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``), so that calls
             that do not match fail at once, with both named. Each takes some 8 ms more. torch 2.14 crashes with this
             in DistributedDataParallel on gloo. Default: False.
-        block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
-        view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
-            environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
-        num_nodes: The number of nodes. Default: every host that ``"ssh ..."`` names, every node of the Slurm allocation
-            that the notebook runs in, else 1.
         accelerate_options: Further keywords of accelerate's ``notebook_launcher``, such as ``use_port``. They are
             ignored, with a warning if one is not the default; ``node_rank`` must be 0.
 
@@ -141,12 +150,6 @@ def notebook_launcher(
         LaunchTimeoutError: The launch took longer than `timeout`. Every rank has exited.
         LaunchStoppedError: The launch was stopped from the panel or by `Launch.stop`. Every rank has exited.
         KeyboardInterrupt: The cell was interrupted. Every rank has exited.
-
-    Example:
-        >>> def train(rank, world_size):
-        ...     return rank * 10
-        >>> notebook_launcher(train, num_processes=2)[1]  # doctest: +SKIP
-        10
     """
     given = {name: value for name, value in locals().items() if name in TABLE}
     __tracebackhide__ = True  # IPython omits this frame from tracebacks

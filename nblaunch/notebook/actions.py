@@ -39,15 +39,9 @@ _METRIC = re.compile(rf"(?<!\S)(--metrics?)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)"
 class LineParser(MagicArgumentParser):
     """The parser of a magic's line. Options that are not given have no value."""
 
-    def __init__(self, name: str, about: str) -> None:
-        super().__init__(name, description=about, argument_default=SUPPRESS)
+    def __init__(self, name: str, about: str, usage: str | None = None) -> None:
+        super().__init__(name, usage, about, argument_default=SUPPRESS)
         self.allow_abbrev = False
-
-    def add_options(self, names: Sequence[str]) -> None:
-        for name in names:
-            option = TABLE[name]
-            if option.help:
-                self.add_argument(*(option.flags or [flag_of(name)]), dest=name, help=option.help, **option.parsing)
 
     def values(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the values of the words by name."""
@@ -65,12 +59,18 @@ class LineParser(MagicArgumentParser):
             near = ["-n"]
         if near:
             raise UsageError(f"{said}: did you mean {near[0]}?")
-        usage = f"write {self.usage_line}"
-        raise UsageError(f"{said}; {usage if len(usage) < 100 else '%distributed help lists the options'}")
+        is_long = self.usage is not None or len(self.usage_line) > 90
+        raise UsageError(f"{said}; {'%distributed help lists the options' if is_long else f'write {self.usage_line}'}")
 
     @property
     def usage_line(self) -> str:
         return " ".join(self.format_usage().removeprefix("::").split())
+
+
+def parsing_of(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return what ``add_argument`` takes for an option of the table."""
+    option = TABLE[name]
+    return option.flags or (flag_of(name),), {"dest": name, "help": option.help, **option.parsing}
 
 
 def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
@@ -129,7 +129,10 @@ def command(
         parser = LineParser(f"distributed {name}", run.__doc__ or "")
         for flags, settings in arguments:
             parser.add_argument(*flags, **settings)
-        parser.add_options(options)
+        for option in options:
+            if TABLE[option].help:
+                flags, settings = parsing_of(option)
+                parser.add_argument(*flags, **settings)
         COMMANDS[name] = Command(parser, run)
         return run
 

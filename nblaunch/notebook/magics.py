@@ -13,7 +13,7 @@ from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.export import export_cell
-from nblaunch.launch.options import TABLE, Options, flag_of, taken_by
+from nblaunch.launch.options import Options, flag_of, taken_by
 from nblaunch.launch.session import Session, how_to_start
 from nblaunch.notebook import actions
 from nblaunch.notebook.actions import (
@@ -22,6 +22,7 @@ from nblaunch.notebook.actions import (
     check_ranks,
     chosen_session,
     in_flags,
+    parsing_of,
     python_name,
     ranks,
     session_of_cell,
@@ -32,20 +33,64 @@ from nblaunch.notebook.cells import make_cell, names_used, paused
 from nblaunch.wire.messages import Cell, Payload
 
 _ABOUT = """\
-Run the cell on every rank, with the notebook's names in scope.
-
-The names rank, world_size, local_rank and device are defined in each rank, and the default process group
-is ready. Names that the cell assigns stay in the ranks: return values with the cell's last expression.
-Every rank's value is displayed; -o binds them instead, and displays rank 0's.
+Run the cell on every rank. The notebook's names are in scope, and rank, world_size, local_rank and device.
 
     %%distributed -n 2 -o sums
-    import torch.distributed as dist
     t = torch.ones(1) * rank
-    dist.all_reduce(t)
+    dist.all_reduce(t)  # the default process group is ready
     t.item()
 
-On two nodes of a cluster, with two ranks on each: %%distributed -n 2 --nodes 2 --engine slurm
+The last expression is what each rank returns. Names that the cell assigns stay in the ranks.
 """
+_OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "output": (
+        ("-o", "--output"),
+        {
+            "type": python_name,
+            "metavar": "NAME",
+            "help": "bind the result: NAME[1] is what rank 1 returns; default: display what every rank returns",
+        },
+    ),
+    "session": (
+        ("--session",),
+        {"metavar": "NAME", "help": "run in this session; default: the one used last, if there is one"},
+    ),
+    "fresh": (
+        ("--fresh",),
+        {"action": "store_true", "help": "start new ranks for this cell, even if there is a session"},
+    ),
+    "ranks": (
+        ("--ranks",),
+        {
+            "type": ranks,
+            "help": "run the cell on these ranks only, as in 0,2; the others join the group and return None",
+        },
+    ),
+    "export": (
+        ("--export",),
+        {
+            "metavar": "FILE",
+            "help": "do not run the cell: write it, with what it uses, as a script for torchrun; see nblaunch.export?",
+        },
+    ),
+    "sbatch": (
+        ("--sbatch",),
+        {
+            "action": "store_true",
+            "help": "with --export: also write a job file for Slurm, with the options of --engine 'slurm ...'",
+        },
+    ),
+    "force": (("--force",), {"action": "store_true", "help": "with --export: replace files that exist"}),
+}
+"""Options of cells alone."""
+_GROUPS = {
+    "most used": ("num_processes", "output", "device", "timeout", "block"),
+    "sessions": ("session", "fresh", "ranks"),
+    "where ranks run": ("engine", "num_nodes", "backend", "start_method", "threads_per_rank", "preload"),
+    "what is shown": ("view", "metric_patterns"),
+    "failing and stopping": ("stop_grace", "max_restarts", "on_error", "on_breakpoint", "checks"),
+    "scripts": ("export", "sbatch", "force"),
+}
 output_can_be_silenced: Any = getattr(magic, "output_can_be_silenced", lambda function: function)
 """Lets a semicolon at the end of the cell hide a magic's value; IPython has it from 8.10 on."""
 _NO_FRAME = 1 << 20
@@ -53,33 +98,12 @@ _NO_FRAME = 1 << 20
 
 
 def _cell_parser() -> LineParser:
-    parser = LineParser("distributed", _ABOUT)
-    add = parser.add_argument
-    add("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
-    add("--fresh", action="store_true", help="start new ranks for this cell, even if there is a session")
-    add(
-        *("-o", "--output"),
-        type=python_name,
-        metavar="NAME",
-        help="bind the result to NAME: NAME[1] is the last expression's value of rank 1",
-    )
-    add(
-        "--ranks",
-        type=ranks,
-        help="run the cell on these ranks only, as in 0,2; the others join the group and return None",
-    )
-    parser.add_options([*TABLE])
-    add(
-        "--export",
-        metavar="FILE",
-        help="do not run the cell: write it, with what it uses, as a script for torchrun; see nblaunch.export?",
-    )
-    add(
-        "--sbatch",
-        action="store_true",
-        help="with --export: also write a job file for Slurm, with the options of --engine 'slurm ...'",
-    )
-    add("--force", action="store_true", help="with --export: replace files that exist")
+    parser = LineParser("distributed", _ABOUT, "%%distributed [OPTION ...]")
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            flags, settings = _OWN.get(name) or parsing_of(name)
+            group.add_argument(*flags, **settings)
     return parser
 
 
