@@ -40,6 +40,7 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
     quick = smaller("quickstart").replace("%load_ext", json.dumps(IMPORT_AHEAD)[1:-1] + "%load_ext")
     (lab.folder / "quickstart.ipynb").write_text(whole if PICTURES in os.environ else quick)
     lab.open("quickstart.ipynb")
+    lab.title = "train_ddp"  # the second launch
     run_all(lab.page)
     accuracy = lab.panel.locator(".nbl-card", has_text="accuracy").first
     accuracy.wait_for()
