@@ -71,6 +71,12 @@ def test_the_reference_has_an_anchor_for_each_option() -> None:
     assert {*TABLE} <= anchors(REFERENCE)
 
 
+def test_the_guide_lists_every_notebook_once() -> None:
+    folder = README.parent / "notebooks"
+    listed = re.findall(r"^\d+\. \[.*?\]\((.+?)\)", (folder / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted([*(path.name for path in folder.glob("*.ipynb")), "reference.md"])
+
+
 def test_the_readme_is_short() -> None:
     text = README.read_text()
     assert len(text.splitlines()) <= 90
