@@ -6,6 +6,7 @@ const LOG_RATIO = 50; // a loss over a wider range has a logarithmic scale, as i
 /** The lines beside the first one, as in charts.py. @type {Record<string, number[]>} */
 const DASHES = { training: [3, 4], epoch: [0.1, 5], valid: [6, 5], test: [9, 5, 0.1, 5] };
 const PADDING = { top: 8, right: 10, bottom: 19 };
+const LOG_HEIGHT = 8; // more at the top, for "log scale": no grid line may strike it through
 const MAX_DOTS = 40; // on a dashed line
 const RING_RADIUS = 4.5;
 const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // opacity of rank lines by number of ranks
@@ -123,7 +124,8 @@ export class MetricChart {
     const place = isLog ? Math.log10 : (/** @type {number} */ value) => value;
     const [low, high] = valueRange(isLog ? values.map((line) => line.map((y) => y && Math.log10(y))) : values);
     const [first, last] = [xs[0], xs[xs.length - 1]];
-    const height = whole - PADDING.top - PADDING.bottom;
+    const top = PADDING.top + (isLog ? LOG_HEIGHT : 0);
+    const height = whole - top - PADDING.bottom;
     const [lowest, highest] = extremes(values);
     const flat = lowest === highest ? [lowest] : niceTicks(low, high, height / 22);
     const levels = isLog ? logTicks(low, high) : flat;
@@ -134,7 +136,7 @@ export class MetricChart {
       width: width - left - PADDING.right,
       height,
       x: (/** @type {number} */ value) => left + ((value - first) / (last - first)) * (width - left - PADDING.right),
-      y: (/** @type {number} */ value) => PADDING.top + ((high - place(value)) / (high - low)) * height,
+      y: (/** @type {number} */ value) => top + ((high - place(value)) / (high - low)) * height,
     };
     this.plot = plot;
     context.strokeStyle = this.#colour("nbl-ink-grid");
@@ -151,7 +153,7 @@ export class MetricChart {
     });
     context.stroke();
     context.textBaseline = "alphabetic";
-    if (isLog) context.fillText("log scale", width - PADDING.right, PADDING.top + 8);
+    if (isLog) context.fillText("log scale", width - PADDING.right, top - 6);
     for (const value of niceTicks(first, last, plot.width / 48).filter(Number.isInteger)) {
       const x = plot.x(value);
       context.textAlign = x > width - 24 ? "right" : "center";

@@ -33,7 +33,7 @@ export class FailureView {
   /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
     const { rank, headline, details, where, source, traceback, others } = failure;
-    const parts = [el("div", { class: "nbl-cause", role: "alert" }, headline)];
+    const parts = [el("div", { class: "nbl-cause", role: "alert", title: headline }, headline)];
     if (details) parts.push(el("pre", { class: "nbl-trace" }, details));
     if (where || source) {
       parts.push(

@@ -13,12 +13,14 @@ const STATE_WORDS = {
   waiting: "Waiting for you",
   timeout: "Timed out",
   gone: "Kernel restarted",
+  offline: "Not connected",
 };
 
 /** @param {import("./state.js").PanelState} panel */
 function shownState(panel) {
   const { name, message } = panel.state;
   if (panel.kernel.gone && ACTIVE_STATES.includes(name)) return "gone";
+  if (panel.active && (panel.kernel.isOffline || panel.kernel.silence)) return "offline";
   if (name === "running" && panel.waiting.length) return "waiting";
   return name === "stopped" && message.startsWith("LaunchTimeoutError") ? "timeout" : name;
 }
@@ -75,14 +77,9 @@ export class HeaderView {
   update() {
     const { panel } = this;
     const { kernel, state } = panel;
-    const name = shownState(panel);
-    const { waiting } = panel;
-    const who = name === "waiting" ? `: rank${waiting.length > 1 ? "s" : ""} ${waiting.join(", ")}` : "";
-    setText(this.pill, (STATE_WORDS[name] ?? name) + who);
-    setAttribute(this.pill, "data-state", name);
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");
-    this.stop.hidden = !panel.active;
-    const kills = kernel.asked || name === "stopping";
+    for (const button of [this.stop, this.stacks, this.restart]) button.hidden = !panel.active;
+    const kills = kernel.asked || state.name === "stopping";
     const isSession = panel.info.is_session;
     setText(this.stop, kills ? (isSession ? "Kill ranks and their variables" : "Kill now") : "Stop");
     const killing = isSession
@@ -92,16 +89,12 @@ export class HeaderView {
       ? "Interrupt the cell; the ranks keep their variables"
       : "Ask all ranks to stop; they may save a checkpoint";
     setAttribute(this.stop, "title", kills ? killing : stopping);
-    this.stacks.hidden = !ACTIVE_STATES.includes(state.name);
-    this.stacks.disabled = !panel.active;
-    this.restart.hidden = !ACTIVE_STATES.includes(state.name);
     setText(this.restart, kernel.armed ? "Click again to restart" : "Restart kernel");
     this.restart.classList.toggle("nbl-armed", kernel.armed);
     setText(
       this.spoken,
       kernel.armed ? "Restarting ends every rank and forgets all variables. Click again to restart." : "",
     );
-    setAttribute(this.notice, "data-state", name);
     this.tick();
   }
 
@@ -119,8 +112,12 @@ export class HeaderView {
 
   /** Update what changes with the time; called once a second. */
   tick() {
+    const { state, elapsed, waiting } = this.panel;
+    const name = shownState(this.panel);
+    const who = name === "waiting" ? `: rank${waiting.length > 1 ? "s" : ""} ${waiting.join(", ")}` : "";
+    setText(this.pill, (STATE_WORDS[name] ?? name) + who);
+    for (const node of [this.pill, this.notice]) setAttribute(node, "data-state", name);
     setText(this.notice, this.#noticeText());
-    const { state, elapsed } = this.panel;
     setText(this.time, state.seconds === null ? clockText(elapsed) : durationText(state.seconds));
   }
 }

@@ -48,6 +48,7 @@ export class KernelLink {
     /** @type {Set<number>} */ this.resyncs = new Set(); // requests without an answer
     this.tries = 0; // requests since the last message
     this.heardAt = clock.now();
+    this.isOffline = false; // the page has lost its connection to the kernel
     this.#watch();
   }
 
@@ -237,7 +238,9 @@ export class KernelLink {
       this.launch.exited();
     };
     this.onConnection = (/** @type {unknown} */ _, /** @type {string} */ status) => {
-      if (status !== "connected" || this.launch.isWhole) return;
+      this.isOffline = status !== "connected";
+      this.launch.changed();
+      if (this.isOffline || this.launch.isWhole) return;
       this.#cancel("resync"); // what was asked before may be lost
       this.resyncWait = RESYNC_PAUSE_MS;
       this.resyncs.clear();

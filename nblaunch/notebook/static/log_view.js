@@ -59,7 +59,7 @@ export class LogView {
     });
     this.notes = el("div", { class: "nbl-notes", role: "log", "aria-label": "Notes of nblaunch", hidden: true });
     this.path = el("span", { class: "nbl-path" });
-    this.file = el("span", {}, "Saved in ", this.path, " ", this.#copier());
+    this.file = el("span", {}, "Logs: ", this.path, " ", this.#copier());
     this.count = el("span", { class: "nbl-lines" });
     this.body = el(
       "div",
@@ -70,6 +70,7 @@ export class LogView {
     this.node = el(
       "section",
       { class: "nbl-logs", "aria-label": "Logs" },
+      this.notes,
       el(
         "div",
         { class: "nbl-bar" },
@@ -85,7 +86,6 @@ export class LogView {
           this.copy,
         ),
       ),
-      this.notes,
       this.body,
       el("div", { class: "nbl-foot" }, this.file, this.count),
     );
@@ -234,7 +234,7 @@ export class LogView {
     setText(this.found, pane.findText);
     this.previous.disabled = this.next.disabled = !pane.hits.length || !pane.query;
     setAttribute(this.wrap, "aria-pressed", String(pane.wrap));
-    this.follow.hidden = pane.follow && !panel.active; // nothing more comes
+    this.follow.hidden = !panel.active; // nothing more comes
     setText(this.follow, pane.follow ? "Pause" : "Follow");
     setAttribute(
       this.follow,
@@ -247,10 +247,7 @@ export class LogView {
     if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
     const { log_dir } = panel.state;
     this.file.hidden = !log_dir;
-    setText(
-      this.path,
-      !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
-    );
+    setText(this.path, pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.*`); // .out and .err
     const { lines, total } = pane.view;
     const rest = lines.length < total ? ", not all shown" : "";
     setText(this.count, total ? `${total.toLocaleString("en-US")} ${total === 1 ? "line" : "lines"}${rest}` : "");

@@ -18,7 +18,7 @@ export class MetricsView {
   constructor(panel) {
     this.panel = panel;
     this.charts = el("div", { class: "nbl-charts", role: "list", "aria-label": "Metrics" });
-    this.values = el("div", { class: "nbl-single", role: "list", "aria-label": "Metrics with one value" });
+    this.values = el("div", { class: "nbl-single", role: "list", "aria-label": "Metrics without a chart" });
     this.node = el("div", { class: "nbl-metrics", hidden: true }, this.charts, this.values);
     /** @type {Map<string, MetricCard>} */ this.cards = new Map();
     this.order = "";
@@ -160,7 +160,7 @@ export class MetricsView {
     const { ranks } = card.group.table();
     if (card.named === ranks.join()) return;
     card.named = ranks.join();
-    const keys = ranks.map((rank, i) => key(`nbl-ink ${rankClass(rank)}`, i ? String(rank) : `rank ${rank}`));
+    const keys = ranks.map((rank) => key(`nbl-ink ${rankClass(rank)}`, `rank ${rank}`));
     const shown = ranks.length > MAX_KEYS ? [el("span", {}, `${ranks.length} ranks`)] : keys;
     card.legend.replaceChildren(...(ranks.length > 1 ? [key("nbl-ink-mean", "mean"), ...shown] : []));
   }

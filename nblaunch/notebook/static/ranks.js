@@ -1,8 +1,10 @@
 // A cell for each rank: state, progress bars, resource usage.
 import { bytesText, clockText, el, numberText, rankClass, setAttribute, setText } from "./format.js";
 
+/** @typedef {import("./state.js").Bar} Bar */
 /** @typedef {{box: any, state: any, use: any, bars: any, drawn: Map<string, any>, failed: boolean}} Cell */
 const ACTIVE_RANKS = ["starting", "running", "waiting", "stopping"];
+const FULL = "full"; // how the keys of bars without a track begin
 
 export class RanksView {
   /** @param {import("./state.js").PanelState} panel @param {(rank: number) => void} show shows a rank's log */
@@ -66,7 +68,9 @@ export class RanksView {
     const { panel } = this;
     const cell = this.#cell(rank);
     const failed = panel.failure?.rank === rank || (!panel.failure && state === "failed");
-    setText(cell.state, failed ? "✕ failed" : state === "waiting" ? "waits for you" : state);
+    const word = failed ? "failed" : state === "waiting" ? "waits for you" : state;
+    setText(cell.state, failed ? "✕ failed" : word);
+    setAttribute(cell.box, "aria-label", `rank ${rank}, ${word}`);
     setAttribute(cell.box, "data-state", failed ? "culprit" : state);
     const lives = ACTIVE_RANKS.includes(state) && panel.active;
     const use = useText(panel.resources.get(rank), lives);
@@ -74,19 +78,19 @@ export class RanksView {
     cell.box.title = use;
     if (failed && !cell.failed) this.node.scrollTop = cell.box.offsetTop - this.node.offsetTop - 40;
     cell.failed = failed;
-    const bars = panel.progress.get(rank);
-    for (const [desc, drawn] of cell.drawn) {
-      if (bars?.has(desc)) continue;
+    const bars = shownBars([...(panel.progress.get(rank)?.values() ?? [])], state === "returned", lives);
+    for (const [key, drawn] of cell.drawn) {
+      if (bars.has(key)) continue;
       drawn.box.remove();
-      cell.drawn.delete(desc);
+      cell.drawn.delete(key);
     }
-    for (const [desc, bar] of bars ?? []) this.#bar(cell, rank, bar, lives);
+    for (const [key, bar] of bars) this.#bar(cell, rank, key, bar, lives);
   }
 
-  /** @param {Cell} cell @param {number} rank @param {import("./state.js").Bar} bar @param {boolean} lives */
-  #bar(cell, rank, bar, lives) {
+  /** @param {Cell} cell @param {number} rank @param {string} key @param {Bar} bar @param {boolean} lives */
+  #bar(cell, rank, key, bar, lives) {
     const { desc } = bar;
-    let drawn = cell.drawn.get(desc);
+    let drawn = cell.drawn.get(key);
     if (!drawn) {
       const fill = el("div", { class: "nbl-fill" });
       const track = el(
@@ -96,21 +100,19 @@ export class RanksView {
           role: "progressbar",
           "aria-label": `rank ${rank}: ${desc || "progress"}`,
           "aria-valuemin": 0,
+          hidden: key.startsWith(FULL),
         },
         fill,
       );
-      const text = el("span", { class: "nbl-count" });
-      const box = el(
-        "div",
-        { class: "nbl-progress" },
-        el("div", { class: "nbl-progress-text" }, el("span", { class: "nbl-desc", title: desc }, desc), text),
-        track,
-      );
-      cell.drawn.set(desc, (drawn = { box, fill, track, text }));
+      const [name, text] = [el("span", { class: "nbl-desc" }), el("span", { class: "nbl-count" })];
+      const box = el("div", { class: "nbl-progress" }, el("div", { class: "nbl-progress-text" }, name, text), track);
+      cell.drawn.set(key, (drawn = { box, fill, track, name, text }));
       cell.bars.append(box);
     }
     const share = bar.total ? Math.min(1, bar.done / bar.total) : null;
     const text = barText(bar, share, lives);
+    setText(drawn.name, desc);
+    drawn.name.title = desc;
     setText(drawn.text, text);
     setAttribute(drawn.track, "aria-valuenow", share === null ? null : bar.done);
     setAttribute(drawn.track, "aria-valuemax", share === null ? null : bar.total);
@@ -120,7 +122,25 @@ export class RanksView {
   }
 }
 
-/** @param {import("./state.js").Bar} bar @param {number | null} share @param {boolean} lives */
+/** Return the bars by key. Full ones of one total become a line of text, such as "epoch 1, 2, 3"; the last one stays a
+ * bar while the rank lives, so that the panel keeps its height. Inner ones that a rank has not filled go when it returns.
+ * @param {Bar[]} bars @param {boolean} isOver @param {boolean} lives @returns {Map<string, Bar>} */
+function shownBars(bars, isOver, lives) {
+  /** @type {Map<string, Bar>} */
+  const shown = new Map();
+  for (const bar of bars) {
+    const isFull = bar.total !== null && bar.done >= bar.total;
+    if (isOver && bar.level && !isFull) continue;
+    const key = isFull && !(lives && bar === bars[bars.length - 1]) ? `${FULL} ${bar.total}` : `bar ${bar.desc}`;
+    const before = shown.get(key)?.desc;
+    const stem = bar.desc.replace(/\S+$/, ""); // such as "epoch "
+    const added = stem && before?.startsWith(stem) ? bar.desc.slice(stem.length) : bar.desc;
+    shown.set(key, { ...bar, desc: [before, added].filter(Boolean).join(", ") });
+  }
+  return shown;
+}
+
+/** @param {Bar} bar @param {number | null} share @param {boolean} lives */
 function barText(bar, share, lives) {
   const rate = bar.seconds > 0 ? Math.max(0, bar.done - bar.first) / bar.seconds : 0;
   if (share === null || bar.total === null) {

@@ -130,6 +130,13 @@ export class Metric {
     return [...this.ranks.values()].every((series) => series.ys[series.ys.length - 1] === null);
   }
 
+  /** True if its points have several steps and several values. */
+  get varies() {
+    const { xs, columns } = this.table();
+    const first = columns.map((column) => column.find((y) => y !== null)).find((y) => y !== undefined);
+    return xs.length > 1 && columns.some((column) => column.some((y) => y !== null && y !== first));
+  }
+
   /** True if the ranks differ where the latest mean is. */
   get differs() {
     const { columns } = this.table();
@@ -234,9 +241,9 @@ export class MetricGroup {
     return this.metrics.map(({ name, version }) => `${name} ${version}`).join();
   }
 
-  /** True if there is a line to draw. */
+  /** True if there is a line to draw: a constant is only a number. */
   get hasChart() {
-    return this.metrics.some((metric) => metric.table().xs.length > 1);
+    return this.metrics.some((metric) => metric.varies);
   }
 
   /** @returns {Table} */

@@ -1,8 +1,9 @@
 // The views of a panel, in a fake page: what they draw, and what a new view keeps.
 import assert from "node:assert/strict";
 import test from "node:test";
+import { MetricChart } from "../../../nblaunch/notebook/static/chart.js";
 import panel from "../../../nblaunch/notebook/static/panel.js";
-import { bytes, deltaOf, FakeModel } from "./helpers.mjs";
+import { bytes, deltaOf, FakeKernel, FakeModel } from "./helpers.mjs";
 import { fakePage } from "./dom.mjs";
 
 const page = fakePage();
@@ -10,8 +11,8 @@ const SHOWN = 180; // pixels of the log: ten lines
 let launches = 0;
 
 /** A model whose launch runs, and views of it. */
-function opened(t, info = {}) {
-  const model = new FakeModel({ info: { launch: `views ${++launches}`, ...info } });
+function opened(t, info = {}, manager = {}) {
+  const model = new FakeModel({ info: { launch: `views ${++launches}`, ...info }, manager });
   const end = panel.initialize({ model });
   const closers = new Set();
   t.after(() => {
@@ -181,11 +182,14 @@ test("a second click on a session's cell says what it costs", (t) => {
   assert.equal(stop.textContent, "Kill ranks and their variables");
 });
 
-test("metrics with one value stand below those with a chart", (t) => {
+test("metrics with one value, and constants, stand below those with a chart", (t) => {
   const { delta, view } = opened(t);
   delta({
-    charts: ["loss", "accuracy"].map((name) => [[[name, "training", false]], "", ""]),
-    metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1, Math.max(0, x - 1)]),
+    charts: ["loss", "accuracy", "lr"].map((name) => [[[name, "training", false]], "", ""]),
+    metrics: [0, 1, 2].flatMap((x) => [
+      [x ? "loss" : "accuracy", 0, x, x, Math.max(0, x - 1)],
+      ["lr", 0, x, 3e-4, x],
+    ]),
   });
   const { host } = view();
   const names = (part) =>
@@ -193,7 +197,7 @@ test("metrics with one value stand below those with a chart", (t) => {
       .one(part)
       .all("nbl-metric-name")
       .map((node) => node.textContent);
-  assert.deepEqual([names("nbl-charts"), names("nbl-single")], [["loss"], ["accuracy"]]);
+  assert.deepEqual([names("nbl-charts"), names("nbl-single")], [["loss"], ["accuracy", "lr"]]);
 });
 
 test("validation stands beside training, and the arrow keys read both", (t) => {
@@ -227,7 +231,7 @@ test("validation stands beside training, and the arrow keys read both", (t) => {
 
 test("the legend of ranks stands in the card of their chart", (t) => {
   const { delta, view } = opened(t);
-  const points = (name, ranks) => ranks.flatMap((rank) => [1, 2].map((x) => [name, rank, x, rank, x - 1]));
+  const points = (name, ranks) => ranks.flatMap((rank) => [1, 2].map((x) => [name, rank, x, x + rank, x - 1]));
   delta({
     charts: ["a", "b", "c"].map((name) => [[[name, "training", false]], "", ""]),
     metrics: [...points("a", [0, 3]), ...points("b", [0]), ...points("c", [0, 1, 2, 3, 4, 5, 6, 7, 8])],
@@ -235,7 +239,7 @@ test("the legend of ranks stands in the card of their chart", (t) => {
   const { host } = view();
   assert.deepEqual(
     host.all("nbl-legend").map((node) => node.textContent),
-    ["meanrank 03", "", "mean9 ranks"],
+    ["meanrank 0rank 3", "", "mean9 ranks"],
   );
 });
 
@@ -244,6 +248,45 @@ test("the time left goes by the steps of this run", (t) => {
   delta({ ranks: [[0, "running"]], progress: [[0, "fit", 60, 100, 10, 40, 0]] });
   const { host } = view();
   assert.equal(host.one("nbl-count").textContent, "60/100 · 0:20 left");
+});
+
+test("finished bars become one line, and an inner bar that a rank has left goes", (t) => {
+  const { delta, view } = opened(t, { hosts: [], world_size: 1 });
+  const { host } = view();
+  const bar = (name, done, total = 45, level = 0) => [0, name, done, total, 10, 0, level];
+  const shown = () =>
+    host.all("nbl-progress").map((box) => [box.textContent, box.one("nbl-track").hidden ? "" : "a bar"].join(" "));
+  delta({ ranks: [[0, "running"]], progress: [bar("epoch 1", 45), bar("epoch 2", 45), bar("eval", 9, 18)] });
+  assert.deepEqual(shown(), ["epoch 1, 245/45 ", "eval9/18 · 0:10 left a bar"]);
+  delta({ progress: [bar("epoch 1", 45), bar("epoch 2", 45), bar("epoch 3", 45)] });
+  assert.deepEqual(shown(), ["epoch 1, 245/45 ", "epoch 345/45 a bar"]); // the next one takes its place
+  delta({ ranks: [[0, "failed"]] });
+  assert.deepEqual(shown(), ["epoch 1, 2, 345/45 "]);
+  delta({ ranks: [[0, "running"]] });
+  const inner = [bar("fit", 60, 60), bar("epoch 2", 15, 45, 1)];
+  delta({ progress: inner });
+  assert.equal(shown().length, 2);
+  delta({ ranks: [[0, "returned"]], progress: inner });
+  assert.deepEqual(shown(), ["fit60/60 "]);
+});
+
+test("no grid line strikes through the words of a logarithmic scale", () => {
+  globalThis.getComputedStyle = () => ({ color: "black", fontFamily: "sans-serif" });
+  const [texts, heights] = [new Map(), []];
+  const known = {
+    measureText: () => ({ width: 20 }),
+    fillText: (text, x, y) => texts.set(text, y),
+    lineTo: (x, y) => heights.push(y),
+  };
+  const context = new Proxy(known, { get: (_, name) => known[name] ?? (() => {}), set: () => true });
+  const host = page.host();
+  host.clientWidth = 400;
+  const chart = new MetricChart(host, () => {});
+  chart.canvas.getContext = () => context;
+  const [xs, values] = [[1, 2, 3], [1, 0.1, 0.01]]; // prettier-ignore
+  chart.update({ xs, ranks: [0], columns: [values], mean: values, beside: [], marks: [] }, "", true);
+  assert.ok(Math.min(...heights) > texts.get("log scale") + 3, JSON.stringify([heights, [...texts]]));
+  chart.destroy();
 });
 
 test("a sign of life draws nothing", (t) => {
@@ -273,12 +316,40 @@ test("the pill says when a rank waits for the user, and what timed out", (t) => 
   delta({ state: { name: "running" }, ranks: [[1, "waiting"]] });
   assert.deepEqual(pill(), ["Waiting for you: rank 1", "waiting"]);
   assert.equal(host.all("nbl-rank-state").at(-1).textContent, "waits for you");
+  const names = () => host.all("nbl-rank").map((card) => card.getAttribute("aria-label"));
+  assert.deepEqual(names(), ["rank 0, starting", "rank 1, waits for you"]);
   delta({ ranks: [[1, "running"]] });
   assert.deepEqual(pill(), ["Running", "running"]);
-  assert.ok(!host.one("nbl-restart").hidden);
+  assert.equal(names()[1], "rank 1, running");
+  const buttons = () => [host.one("nbl-restart"), host.one("nbl-follow")].map((node) => node.hidden);
+  assert.deepEqual(buttons(), [false, false]);
   delta({ state: { name: "stopped", seconds: 4, message: "LaunchTimeoutError: train took longer than 4 s" } });
   assert.deepEqual(pill(), ["Timed out", "timeout"]);
-  assert.ok(host.one("nbl-restart").hidden);
+  assert.deepEqual(buttons(), [true, true]);
+});
+
+test("the pill says when the page has lost the kernel", (t) => {
+  const kernel = new FakeKernel();
+  const { delta, view } = opened(t, { hosts: [] }, { kernel });
+  const { host } = view();
+  const pill = (status) => {
+    kernel.connection(status);
+    page.draw();
+    return host.one("nbl-pill").textContent;
+  };
+  assert.deepEqual(["connecting", "connected"].map(pill), ["Not connected", "Running"]);
+  delta({ state: { name: "finished", seconds: 4 } });
+  assert.equal(pill("disconnected"), "Finished");
+});
+
+test("the log's path stands once, with its label, and names the files of a rank", (t) => {
+  const { delta, view } = opened(t);
+  const { host } = view();
+  const foot = () => host.one("nbl-logs").one("nbl-foot").textContent;
+  delta({ state: { name: "running", log_dir: "/logs/a" } });
+  assert.equal(foot(), "Logs: /logs/a Copy path");
+  tab(host, "rank 1").fire("click");
+  assert.equal(foot(), "Logs: /logs/a/rank1.* Copy path");
 });
 
 test("what nblaunch says stands above the log, and a snapshot replaces it", (t) => {
