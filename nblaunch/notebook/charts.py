@@ -156,9 +156,12 @@ def _summary(name: str, series: Mapping[int, Sequence[Point]], marked: Point | N
 
 
 def has_line(metrics: Mapping[str, Mapping[int, Sequence[Point]]], group: Iterable[Summary]) -> bool:
-    """Return True if one of these metrics has points at two steps."""
-    every = (metrics[summary.name].values() for summary in group)
-    return any(len({x for line in series for x, _ in filter(is_drawable, line)}) > 1 for series in every)
+    """Return True if one of these metrics has several steps and several values: a constant is only a number."""
+    every = ([[*filter(is_drawable, line)] for line in metrics[summary.name].values()] for summary in group)
+    return any(
+        any(len({x for x, _ in line}) > 1 for line in lines) and len({y for line in lines for _, y in line}) > 1
+        for lines in every
+    )
 
 
 def line_of(metrics: Mapping[str, Mapping[int, Sequence[Point]]], summary: Summary) -> Sequence[Point]:
@@ -180,7 +183,8 @@ class _Scale:
 
     def down(self, y: float) -> float:
         at = math.log10(y) if self.is_log else y
-        return HEIGHT - _BOTTOM - (at - self.y[0]) / (self.y[1] - self.y[0]) * (HEIGHT - _TOP - _BOTTOM)
+        top = 2 * _TOP if self.is_log else _TOP  # no grid line may strike through "log scale"
+        return HEIGHT - _BOTTOM - (at - self.y[0]) / (self.y[1] - self.y[0]) * (HEIGHT - top - _BOTTOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +313,7 @@ def _axes(scale: _Scale, kind: Kind, *, is_flat: bool) -> list[str]:
         parts.append(f'<path d="M{_LEFT:g} {at:.1f}H{right:g}" stroke="#888" stroke-opacity=".3"/>')
         parts.append(f'<text x="{_LEFT - 5:g}" y="{at + 3.5:.1f}" text-anchor="end" fill="#808080">{text}</text>')
     if scale.is_log:
-        parts.append(f'<text x="{right:g}" y="{_TOP + 6:g}" text-anchor="end" fill="#808080">log scale</text>')
+        parts.append(f'<text x="{right:g}" y="{_TOP + 2:g}" text-anchor="end" fill="#808080">log scale</text>')
     for x in filter(float.is_integer, _ticks(*scale.x)):  # steps are whole numbers
         at = scale.across(x)
         anchor = "end" if at > right - 12 else "middle"

@@ -2,7 +2,7 @@
 
 JupyterLab sanitizes the HTML of an untrusted notebook: it drops ``<style>``, ``<svg>``, ``aria-`` attributes, and
 styles with unknown values. This HTML survives it. Its colours are mid-tones and half-transparent, for light and dark
-pages. Where a page drops all styles, as GitHub does, the words suffice.
+pages; the rest looks as in ``panel.css``. Where a page drops all styles, as GitHub does, the words suffice.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ from nblaunch.notebook.page_messages import OutputContent
 from nblaunch.notebook.panel_state import PanelState
 
 FAILED_COLOUR = "#d64a3f"
-MONO = "font-family:monospace;font-size:12px;line-height:1.4"
+MONO = "font-size:12px;line-height:1.5"
 PRE = f"{MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
 DIM = "opacity:0.7"
-BOX = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
+_LINE = "border:1px solid rgba(128,128,128,0.3)"
+BOX = f"{_LINE};border-radius:6px;padding:10px 12px;margin:2px 0;font-size:13px;line-height:1.4"
+_LOG = f"{_LINE};border-radius:4px;background:rgba(128,128,128,0.06);padding:4px 8px;margin-top:10px"
 _POINTER = "cursor:pointer"
 _STATES = {
     "finished": ("✓", "#2e9457", "in"),
     "failed": ("✗", FAILED_COLOUR, "after"),
     "stopped": ("■", "#b07a1c", "after"),
+    "Timed out": ("■", FAILED_COLOUR, "after"),
     "running": ("…", COLOURS[0], "for"),
 }
 _MAX_INPUT_LENGTH = 4500
@@ -187,11 +190,11 @@ def as_html(record: Record) -> str:
     parts = [
         _header(record),
         _failure(record.failure) if record.failure else message if record.message.strip() else "",
-        *(f'<div style="margin-top:6px">{note}</div>' for note in notes),
         _outputs(record.outputs),
         _metrics(record, record.summaries()),
+        _notice(COLOURS[0], "".join(f"<div>{note}</div>" for note in notes)) if record.notes else "",
         _tails(record),
-        f'<div style="margin-top:8px;font-size:12px;{DIM}">logs: <code>{log_dir}</code></div>' if log_dir else "",
+        f'<div style="margin-top:4px;font-size:11px;{DIM}">Logs: <code>{log_dir}</code></div>' if log_dir else "",
     ]
     # The classes keep MathJax from reading dollar signs in a message as mathematics.
     marker = f"nblaunch-{escape(record.launch_id)}{'' if record.ended_at else ' nblaunch-running'}"
@@ -199,18 +202,31 @@ def as_html(record: Record) -> str:
 
 
 def _header(record: Record) -> str:
-    mark, colour, preposition = _STATES.get(record.state, ("", COLOURS[0], "after"))
+    is_late = record.state == "stopped" and record.message.startswith("LaunchTimeoutError")
+    state = "Timed out" if is_late else record.state
+    mark, colour, preposition = _STATES.get(state, ("", COLOURS[0], "after"))
+    pill = f"padding:1px 9px;border:1px solid {_faint(colour, 0.45)};border-radius:10px;font-size:12px;color:{colour}"
+    pill += f";background:{_faint(colour, 0.12)};white-space:nowrap" + ";text-transform:capitalize" * (not is_late)
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
     facts = [f"{preposition} {duration_text(record.seconds)}", record.ranks, one_line(record.device, 100)]
     facts.append(at if record.ended_at else f"as of {at}")
     return (
-        f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="color:{colour}">{mark} '
-        f'{_text(record.state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, filter(None, facts)))}</span></div>'
+        f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="{pill}">{mark} '
+        f'{_text(state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, filter(None, facts)))}</span></div>'
     )
 
 
+def _faint(colour: str, share: float) -> str:
+    return f"rgba({','.join(map(str, bytes.fromhex(colour[1:])))},{share})"
+
+
+def _notice(colour: str, content: str) -> str:
+    style = f"border-left:4px solid {colour};border-radius:4px;background:{_faint(colour, 0.08)}"
+    return f'<div style="{style};padding:8px 12px;margin-top:10px">{content}</div>'
+
+
 def _failure(failure: Failure) -> str:
-    parts = [f'<b style="color:{FAILED_COLOUR}">{_text(failure.headline, 300)}</b>']
+    parts = [f'<b style="font-size:15px;color:{FAILED_COLOUR}">{_text(failure.headline, 300)}</b>']
     if failure.details.strip():
         parts.append(f'<pre style="{PRE}">{_text(failure.details, 2000)}</pre>')
     if failure.where:
@@ -218,14 +234,12 @@ def _failure(failure: Failure) -> str:
     if failure.source:
         parts.append(f'<pre style="{PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
     if failure.traceback.strip():
-        who = f"rank {failure.rank}" if failure.rank >= 0 else "the launch"
         lines = _block(failure.traceback.rstrip().splitlines(), _MAX_BLOCK_BYTES)
-        parts.append(_folded(f"traceback of {who}", f'<pre style="{PRE}">{lines}</pre>', is_open=True))
+        parts.append(_folded("Traceback", f'<pre style="{PRE}">{lines}</pre>', is_open=True))
     if failure.others:
         others = f'<pre style="{PRE}">{_block(failure.others[:_MAX_OTHERS], 2000)}</pre>'
-        parts.append(_folded(f"then, on {counted(len(failure.others), 'other rank')}", others))
-    style = f"border-left:4px solid {FAILED_COLOUR};background:rgba(214,74,63,0.09);padding:8px 12px;margin-top:8px"
-    return f'<div style="{style}">{"".join(parts)}</div>'
+        parts.append(_folded(f"{counted(len(failure.others), 'other rank')} failed after it", others))
+    return _notice(FAILED_COLOUR, "".join(parts))
 
 
 def _folded(title: str, content: str, *, is_open: bool = False) -> str:
@@ -265,7 +279,7 @@ def _tails(record: Record) -> str:
     parts = [_tail(tail, len(shown), is_open=tail.rank == failed_rank or len(shown) == 1) for tail in shown]
     if len(record.tails) > len(shown):
         parts.append(f"<div>and {len(record.tails) - len(shown)} more ranks</div>")
-    return f'<div style="margin-top:10px">{"".join(parts)}</div>'
+    return f'<div style="{_LOG}">{"".join(parts)}</div>'
 
 
 def _tail(tail: RankTail, ranks: int, *, is_open: bool) -> str:
@@ -298,7 +312,7 @@ def _metrics(record: Record, groups: Sequence[Sequence[Summary]]) -> str:
         if sum(map(len, images)) <= _MAX_CHARTS_BYTES:
             break
     cards = [_card(group, image) for group, image in zip(drawn, images, strict=True)]
-    rest = [f"<div>{_numbers(summary)}</div>" for group in shown if group not in drawn for summary in group]
+    rest = [_card(group) for group in shown if group not in drawn]
     more = len(groups) - len(shown)
     note = [f"<div>and {counted(more, 'more metric')}</div>"] if more else []
     return "".join([*cards, *rest, *note])
@@ -319,21 +333,22 @@ def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
     return data_uri(chart)
 
 
-def _card(group: Sequence[Summary], image: str) -> str:
+def _card(group: Sequence[Summary], image: str = "") -> str:
     said = (", ".join(filter(None, (f"latest {s.latest_text}", s.best_text, _mean_of(s)))) for s in group)
     names = (_text(summary.name, 60, in_attribute=True) for summary in group)
     alt = f"chart of {'; '.join(f'{name}: {text}' for name, text in zip(names, said, strict=True))}"
-    legend = _legend(group[0])
+    legend = _legend(group[0]) if image else ""
     values = [_numbers(group[0], has_legend=bool(legend))]
     values += [_numbers(other, stroke_beside(other.name)) for other in group[1:]]
     return card([*values, *([legend] if legend else [])], image, alt)
 
 
 def card(lines: Iterable[str], image: str, alt: str) -> str:
-    """Return a chart below the lines that describe it: all of them HTML."""
-    style = "display:inline-block;vertical-align:bottom;width:340px;max-width:100%;margin:10px 16px 0 0"
+    """Return lines of HTML, and the chart that they describe below them, if there is one."""
+    style = f"display:inline-block;vertical-align:bottom;{_LINE};border-radius:4px;padding:6px 10px;margin:8px 8px 0 0"
+    style += ";box-sizing:border-box;width:362px;max-width:100%" if image else ""
     size = 'width="340" height="150" style="display:block;max-width:100%;height:auto"'
-    picture = f'<img src="{image}" alt="{alt}" {size}>'
+    picture = f'<img src="{image}" alt="{alt}" {size}>' if image else ""
     return f'<div style="{style}">{"".join(f"<div>{line}</div>" for line in lines)}{picture}</div>'
 
 
@@ -341,11 +356,12 @@ def _numbers(summary: Summary, stroke: Stroke | None = None, *, has_legend: bool
     """Return the values of a metric, with its stroke if it is beside another one. A legend names the mean."""
     mean = _mean_of(summary) if summary.differs and not has_legend else ""
     facts = ", ".join(filter(None, (summary.best_text, mean, "by report" * summary.is_numbered)))
-    more = f' <span style="{DIM}">{facts}</span>' if facts else ""
+    more = f' <span style="font-size:11px;{DIM}">{facts}</span>' if facts else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
-    latest = f'<span style="font-size:{13 if stroke else 16}px{alarm}">{summary.latest_text}</span>'
+    latest = f'<b style="font-size:{14 if stroke else 22}px{alarm}">{summary.latest_text}</b>'
     line = f'<span style="color:{stroke.colour}">╍</span> ' if stroke else ""
-    return f"{line}<b>{_text(summary.name, 60)}</b> {latest}{more}"
+    style = f"{'' if stroke else 'display:block;'}font-size:12px;{DIM}"
+    return f'{line}<span style="{style}">{_text(summary.name, 60)}</span> {latest}{more}'
 
 
 def _mean_of(summary: Summary) -> str:
@@ -362,12 +378,10 @@ def _legend(summary: Summary) -> str:
         first = f"the first {MAX_LINES} of " if len(ranks) > MAX_LINES else ""
         rest = f'<span style="{DIM}">─ {first}{len(ranks)} ranks</span>'
     else:
-        names = [f"rank {ranks[0]}", *map(str, ranks[1:])]
         rest = " ".join(
-            f'<span style="white-space:nowrap;color:{colour_of(rank)}">─ {name}</span>'
-            for rank, name in zip(ranks, names, strict=True)
+            f'<span style="white-space:nowrap;color:{colour_of(rank)}">─ rank {rank}</span>' for rank in ranks
         )
-    return f'<span style="font-size:12px">{mean} {rest}</span>'
+    return f'<span style="font-size:11px">{mean} {rest}</span>'
 
 
 def _block(lines: Sequence[str], size: int) -> str:

@@ -166,6 +166,14 @@ def test_a_loss_of_all_magnitudes_is_drawn(values: tuple[float, float], ends: tu
     assert 2 <= len(ticks) <= 7
 
 
+def test_no_grid_line_strikes_through_the_words_of_a_logarithmic_scale() -> None:
+    svg = line_chart({0: [(0, 1.0), (1, 0.01)]}, (), "loss", way="down")
+    lines = [float(at) for at in re.findall(r'd="M46 ([\d.]+)H332"', svg)]
+    (words,) = re.findall(r'y="(\d+)"[^>]*>log scale<', svg)
+    assert lines
+    assert min(lines) > int(words) + 3  # below the baseline
+
+
 @DETERMINISTIC
 @given(st.dictionaries(st.integers(0, 20), POINTS, max_size=20), st.text() | st.just("]]></title><script>"))
 def test_whatever_is_drawn_is_well_formed_and_within_the_picture(series: dict[int, list[Point]], title: str) -> None:

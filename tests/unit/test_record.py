@@ -55,10 +55,10 @@ SURVIVES = {
     "border": f"1px solid {RGBA}",
     "border-left": f"4px solid {HEX}",
     "border-radius": LENGTHS,
+    "box-sizing": "border-box",
     "color": HEX,
     "cursor": "pointer",
     "display": "block|inline-block",
-    "font-family": "monospace",
     "font-size": LENGTHS,
     "height": "auto",
     "line-height": r"\d\.\d",
@@ -69,6 +69,7 @@ SURVIVES = {
     "overflow-wrap": "break-word",
     "overflow-x": "auto",
     "padding": LENGTHS,
+    "text-transform": "capitalize",
     "vertical-align": "bottom",
     "white-space": "pre-wrap|nowrap",
     "width": LENGTHS,
@@ -167,8 +168,8 @@ def test_the_text_has_the_pages_words() -> None:
     first, *lines = text_of(FINISHED).splitlines()
     assert first.startswith("train ✓ finished in 12.3 s · 2 ranks · cpu · 2026-11-2")
     assert lines == [
-        *("loss 1 best 1", "━ mean ─ rank 0 ─ 1", "accuracy 0.9405 best 0.9405", "━ mean ─ rank 0 ─ 1"),
-        *("rank 0", "hello from 0", "bye", "rank 1", "hello from 1", "bye", f"logs: {LOGS}"),
+        *("loss 1 best 1", "━ mean ─ rank 0 ─ rank 1", "accuracy 0.9405 best 0.9405", "━ mean ─ rank 0 ─ rank 1"),
+        *("rank 0", "hello from 0", "bye", "rank 1", "hello from 1", "bye", f"Logs: {LOGS}"),
     ]
 
 
@@ -184,6 +185,18 @@ def test_the_text_has_the_pages_words() -> None:
 def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: str) -> None:
     record = replace(FINISHED, state=state, seconds=seconds, ranks="1 rank")
     assert f"{expected} · 1 rank · cpu · 2026-" in page(record).text
+
+
+def test_a_timeout_is_no_stop_by_hand() -> None:
+    shown = page(replace(FINISHED, state="stopped", message="LaunchTimeoutError: train took longer than timeout=4 s."))
+    assert "■ Timed out after 12.3 s" in shown.text
+
+
+def test_the_parts_stand_in_the_order_of_the_panel() -> None:
+    shown = page(replace(FAILED, notes=["restarting all ranks"])).text
+    parts = ["✗ failed", "Rank 1 failed", "accuracy 0.9405", "restarting all ranks", "hello from 1", f"Logs: {LOGS}"]
+    found = [shown.index(part) for part in parts]
+    assert found == sorted(found)
 
 
 def test_a_launch_that_still_runs_has_the_date_of_the_record() -> None:
@@ -273,8 +286,8 @@ def test_learning_rates_and_throughputs_have_their_own_writing() -> None:
 def test_the_legend_stands_at_the_chart() -> None:
     lines = {rank: [(x, x + rank) for x in (0, 1)] for rank in range(3)}
     html = as_html(measured({"a": {0: lines[0]}, "b": lines}))
-    words = re.findall(r'<img [^>]*alt="chart of (.)|(mean|rank 0|(?<=─ )[12])</span>', html)
-    assert ["".join(found) for found in words] == ["a", "mean", "rank 0", "1", "2", "b"]
+    words = re.findall(r'<img [^>]*alt="chart of (.)|(mean|rank \d)</span>', html)
+    assert ["".join(found) for found in words] == ["a", "mean", "rank 0", "rank 1", "rank 2", "b"]
     assert "─ 9 ranks" in as_html(measured({"a": dict.fromkeys(range(9), lines[0])}))
 
 
@@ -282,6 +295,12 @@ def test_a_metric_with_one_point_is_a_number_without_a_chart() -> None:
     shown = page(measured({"images": {0: [(0, 60000.0)]}, "lost": {0: [(0, math.nan), (1, 1.0)]}}))
     assert shown.images == []
     assert "images 60,000\n" in shown.text
+
+
+def test_a_constant_is_a_number_without_a_chart() -> None:
+    shown = page(measured({"lr": {rank: [(step, 3e-4) for step in range(9)] for rank in (0, 1)}}))
+    assert shown.images == []
+    assert "lr 3e-4\n" in shown.text
 
 
 def test_a_launch_without_metrics_and_output() -> None:
