@@ -168,6 +168,15 @@ def test_peers(kernel: Kernel, folder: Path) -> None:
     assert notebook.accuracy >= 0.7
 
 
+def test_kaggle(kernel: Kernel, folder: Path) -> None:
+    notebook = execute(kernel, "kaggle", folder)
+
+    found = dict(re.findall(r"^(accelerate|Lightning): (0\.\d+)$", notebook.printed, flags=re.MULTILINE))
+    assert found.keys() == {"accelerate", "Lightning"}
+    assert min(map(float, found.values())) >= 0.8
+    assert notebook.accuracy >= 0.8
+
+
 def test_every_python_block_of_the_training_readme_runs(kernel: Kernel) -> None:
     cells = blocks("python", README.parent / "nblaunch/training/README.md")
     examples = "\n".join(cells)
@@ -185,3 +194,11 @@ def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     assert not [cell.id for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_short_and_leads_to_the_next(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+
+    assert len(cells) <= 20
+    assert re.search(r"^(\*\*)?Next:?.*\]\(\w+\.(ipynb|md)\)", cells[-1].source, flags=re.MULTILINE)
