@@ -45,23 +45,23 @@ def notebook_launcher(
     mixed_precision: str = "no",
     *,
     kwargs: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    timeout: float | None = None,
+    block: bool = True,
     engine: str = "auto",
     num_nodes: int | None = None,
-    max_restarts: int = 0,
-    device: str = "auto",
     backend: str | None = None,
     start_method: str = "auto",
     threads_per_rank: int | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-    stop_grace: float = 30.0,
-    metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
     preload: str | Sequence[str] | None = None,
+    view: str = "auto",
+    metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
+    stop_grace: float = 30.0,
+    max_restarts: int = 0,
     on_error: str = "raise",
     on_breakpoint: str = "continue",
     checks: bool = False,
-    block: bool = True,
-    view: str = "auto",
     **accelerate_options: Any,
 ) -> LaunchResult | Launch:
     r"""Run a function on every GPU, or on several CPU processes, and return what each rank returns.
@@ -73,68 +73,62 @@ def notebook_launcher(
         0.1
 
     The function may be defined in a cell and use anything in the notebook. In each rank the default process group is
-    initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in. Output of
-    the ranks appears live under the cell. Each rank has a copy of the notebook's data: return what you need afterwards.
-    Only a file that the notebook has mapped with ``np.memmap`` is not copied: what ranks of this machine write to a map
-    of mode ``r+``, the file has.
+    initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in. The output
+    of the ranks appears live under the cell. Ranks work on copies of the notebook's data: return what you need.
 
-    Most launches need `kwargs`, `num_processes`, `device`, `timeout` and `block`. The others follow by topic: where
-    ranks run, what is shown, failing and stopping.
+    Most launches need only `num_processes`, `kwargs`, `device`, `timeout` and `block`. The other options follow by
+    topic: where ranks run, what is shown, and failing and stopping.
 
     Args:
         function: The function to run on every rank.
-        kwargs: Its keyword arguments, as a dict.
-        args: Its positional arguments, as a tuple. They skip the parameters that are filled in. Values for `world_size`
-            and `device` may be among them, as in ``mp.spawn(train, args=(world_size,))``, if `world_size` is the number
-            of ranks.
-        num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
-            nodes 1 each.
+        args: Its positional arguments. Leave out the parameters that are filled in. `world_size` and `device` may be
+            given, as in ``mp.spawn(train, args=(world_size,))``, if `world_size` is the number of ranks.
+        num_processes: The number of ranks on each node. Default: one per visible GPU; without a GPU 2, or 1 on each
+            of several nodes.
+        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
+            ``Accelerator`` that the function creates, accelerate's or nblaunch's.
+        kwargs: Keyword arguments of the function.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
         timeout: The maximum duration of the launch in seconds. Default: None, no limit.
         block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
-        engine: Where the ranks run. ``"local"``: on this machine. ``"slurm"``, ``"ray"`` or ``"ssh host1 host2"``: on
-            other nodes, with options behind the name: for Slurm those of srun, as in ``"slurm --partition=gpu
-            --time=60"``; for ssh its own, or ``--hostfile FILE``; for Ray ``--address``, and what each node reserves
-            (``--num-gpus``, by default every GPU, ``--num-cpus``, ``--resources``). The nodes stay yours for further
-            launches with the same `engine` and `num_nodes`, until ``%distributed release`` or the kernel's end.
-            ``"auto"`` (default): Slurm in an allocation of several nodes, else this machine.
-        num_nodes: The number of nodes. Default: every host that ``"ssh ..."`` names, every node of the Slurm allocation
-            that the notebook runs in, else 1.
+        engine: Where the ranks run: ``"local"`` (this machine), ``"slurm"``, ``"ray"`` or ``"ssh host1 host2"``.
+            Options may follow the name: for Slurm those of srun, as in ``"slurm --partition=gpu --time=60"``; for ssh
+            its own, or ``--hostfile FILE``; for Ray ``--address``, ``--num-gpus`` (per node; default: every GPU),
+            ``--num-cpus`` and ``--resources``. Later launches with the same `engine` and `num_nodes` use the same
+            nodes, until ``%distributed release`` or the end of the kernel. ``"auto"`` (default): Slurm in an
+            allocation of several nodes, else this machine.
+        num_nodes: The number of nodes. Default: all hosts of ``"ssh ..."``, all nodes of the Slurm allocation that the
+            notebook runs in, else 1.
         backend: The backend of the process group: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"ucc"`` or ``"xccl"``. Default:
             gloo on CPUs; on GPUs nccl for GPU tensors and gloo for CPU tensors.
         start_method: How to start the ranks. ``"forkserver"`` (Linux only) forks a clean process with torch imported.
             ``"spawn"`` starts new interpreters. ``"fork"`` forks the kernel: it raises after CUDA has been initialized,
-            and can hang after the kernel has used OpenMP; other nodes do not have it. ``"auto"`` (default): forkserver
-            on Linux, spawn elsewhere.
+            and can hang after the kernel has used OpenMP; it works on this machine only. ``"auto"`` (default):
+            forkserver on Linux, spawn elsewhere.
         threads_per_rank: The number of CPU threads of each rank. Default: ``OMP_NUM_THREADS``, or the usable CPUs
             divided by the number of ranks on the node.
-        env: Environment variables for the ranks, in addition to the notebook's. If one of them is read when torch is
-            imported (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes
-            1 to 3 s.
-        preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
-            installed packages. Default: None; well-known packages that the notebook has imported are always included.
-            On other nodes ranks import for themselves.
-        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
-            ``Accelerator`` that the function creates, accelerate's or nblaunch's.
+        env: Environment variables for the ranks, in addition to the notebook's. If torch reads one of them at import
+            (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes 1 to 3 s.
+        preload: Modules of installed packages to import ahead of later launches, as with ``%distributed preload``.
+            Well-known packages that the notebook has imported are always preloaded. Held nodes preload them, too.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
             `nblaunch.report`: a string, a compiled pattern, or a list of them. Each named group is a metric, as in
-            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The lines of stdout and stderr
-            that the view reads are searched in the kernel: of a flood, and of a line of more than 4,000 characters, the
-            beginning and the end. A slow pattern slows down the notebook. Default: None.
+            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The kernel searches the lines
+            that the view reads, so a slow pattern slows down the notebook. Of a burst of lines, and of a line of more
+            than 4,000 characters, only the beginning and the end are searched.
         stop_grace: Seconds that interrupted ranks have for ``finally`` blocks and checkpoints before they are killed.
-            Default: 30.
-        max_restarts: How many times to restart all ranks after a failure. Default: 0.
-        on_error: ``"debug"``: a rank that raises an exception opens the debugger on it, in the cell, while the others
-            wait. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
-        on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill, or in the background with
-            ``view="none"``: ``"continue"`` (default) prints its place and goes on, ``"fail"`` raises RuntimeError.
-        checks: Have torch compare every collective of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``), so that calls
-            that do not match fail at once, with both named. Each takes some 8 ms more. torch 2.14 crashes with this
-            in DistributedDataParallel on gloo. Default: False.
-        accelerate_options: Further keywords of accelerate's ``notebook_launcher``, such as ``use_port``. They are
-            ignored, with a warning if one is not the default; ``node_rank`` must be 0.
+        max_restarts: How many times to restart all ranks after a failure.
+        on_error: ``"debug"``: a rank that raises an exception opens the debugger in the cell, while the others wait.
+            Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
+        on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill or in a background launch with
+            ``view="none"``: ``"continue"`` (default) prints its location and goes on, ``"fail"`` raises RuntimeError.
+        checks: Have torch compare the collectives of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Calls that do not
+            match fail at once, and the error names both. Each collective takes some 8 ms more. torch 2.14 crashes with
+            this option in DistributedDataParallel on gloo.
+        accelerate_options: Other keywords of accelerate's ``notebook_launcher``, such as ``use_port``. They are
+            ignored, with a warning if the value is not the default; ``node_rank`` must be 0.
 
     Returns:
         A `LaunchResult`, where ``result[rank]`` is the return value of a rank; with ``block=False`` a `Launch`.
@@ -171,8 +165,7 @@ def notebook_launcher(
 def preload(modules: Sequence[str]) -> None:
     """Import modules in the background, so that the ranks of later launches start with them.
 
-    The packages in `nblaunch.machine.packages.KNOWN_SAFE` that the notebook has imported are always included. Nodes of
-    other engines import them, too, if they are held.
+    Well-known packages that the notebook has imported are always preloaded. Held nodes preload them, too.
 
     Args:
         modules: Their names, such as ``("torchvision.transforms",)``.
