@@ -177,8 +177,8 @@ def test_kaggle(kernel: Kernel, folder: Path) -> None:
     assert notebook.accuracy >= 0.8
 
 
-def test_every_python_block_of_the_training_readme_runs(kernel: Kernel) -> None:
-    cells = blocks("python", README.parent / "nblaunch/training/README.md")
+def test_every_python_block_of_the_toolkit_page_runs(kernel: Kernel) -> None:
+    cells = blocks("python", README.parent / "notebooks/toolkit.md")
     examples = "\n".join(cells)
     assert [name for name in training.__all__ if not re.search(rf"\b{name}\b", examples)] == []
     kernel.run("%reset -f").check()

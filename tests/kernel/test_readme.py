@@ -1,6 +1,6 @@
 """The code of the README and the reference runs, from top to bottom, in one kernel; what needs Slurm, in tests/engines.
 
-The training README is in test_notebooks.py.
+The page on the toolkit is in test_notebooks.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from nblaunch.launch.options import TABLE
@@ -15,7 +16,11 @@ from tests.kernel.harness import Kernel
 
 README = Path(__file__).parents[2] / "README.md"
 REFERENCE = README.parent / "notebooks/reference.md"
-GUIDE = README.parent / "notebooks/README.md"
+PAGES = [
+    README,
+    *sorted((README.parent / "notebooks").glob("*.md")),
+    *sorted((README.parent / "notebooks").glob("*.ipynb")),
+]
 
 
 def blocks(language: str, readme: Path = README) -> list[str]:
@@ -47,12 +52,21 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert (README.parent / script).is_file()
 
 
-@pytest.mark.parametrize("page", [README, REFERENCE, GUIDE], ids=["readme", "reference", "guide"])
+def prose(page: Path) -> str:
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = nbformat.read(page, as_version=4).cells
+    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_sections_that_exist(page: Path) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    links = re.findall(r"\]\(([^)]+)\)", prose(page))
     assert links
     missing = []
     for link in links:
+        if link.startswith("https://"):
+            continue
         path, _, anchor = link.partition("#")
         file = page.parent / path if path else page
         if not file.exists() or (anchor and anchor not in anchors(file)):
@@ -62,8 +76,8 @@ def test_links_lead_to_files_and_sections_that_exist(page: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return the sections of a page, as GitHub names them, and the anchors in its text."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
-    named = re.findall(r'<a id="([^"]+)">', page.read_text())
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    named = re.findall(r'<a id="([^"]+)">', prose(page))
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(named)
 
 
@@ -74,7 +88,7 @@ def test_the_reference_has_an_anchor_for_each_option() -> None:
 def test_the_guide_lists_every_notebook_once() -> None:
     folder = README.parent / "notebooks"
     listed = re.findall(r"^\d+\. \[.*?\]\((.+?)\)", (folder / "README.md").read_text(), flags=re.MULTILINE)
-    assert sorted(listed) == sorted([*(path.name for path in folder.glob("*.ipynb")), "reference.md"])
+    assert sorted(listed) == sorted([*(path.name for path in folder.glob("*.ipynb")), "reference.md", "toolkit.md"])
 
 
 def test_the_readme_is_short() -> None:
