@@ -39,7 +39,7 @@ tell_address() {
     "$python" - "$file" 2> /dev/null << 'END' || true
 import json, sys
 server = json.load(open(sys.argv[1]))
-print("\nThe notebooks are copies, in notebooks/copies. Ctrl-C here ends JupyterLab. Open:")
+print("\nYou work on copies: delete notebooks/copies to get new ones. Ctrl-C here ends JupyterLab. Open:")
 print(f"\n    {server['url']}lab/tree/quickstart.ipynb?token={server['token']}\n", flush=True)
 END
 }
