@@ -56,7 +56,7 @@ def test_accelerator(kernel: Kernel, folder: Path) -> None:
     assert float(before) < 0.3 < 0.8 <= float(after)  # the notebook's own model
     assert notebook.accuracy >= 0.8
     assert "100 images" in notebook.printed
-    assert "gathered in the data set's order: True" in notebook.printed
+    assert "gathered in the dataset's order: True" in notebook.printed
 
 
 def test_sessions(kernel: Kernel, folder: Path) -> None:
