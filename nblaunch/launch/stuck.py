@@ -23,7 +23,7 @@ _ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "al
 _SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_process_group", "split_group"}
 """torch's functions that wait for other ranks without a collective."""
 _ENDED: dict[Where, str] = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}
-_NEVER = "this cannot end"
+_NEVER = "this will never complete"
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
@@ -149,7 +149,7 @@ def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
 def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str], str, bool]:
     calls = [each.begun[0] for each in group.waiting]
     if len({each.call for each in calls}) > 1:
-        return [], f". They differ: {_NEVER}", True
+        return [], f". The collectives differ: {_NEVER}", True
     if len({each.detail for each in calls}) > 1 and calls[0].call in _ALIKE:
         return [], f". The sizes or dtypes differ: {_NEVER}", True
     for gone in group.gone[:1]:
