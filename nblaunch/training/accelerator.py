@@ -43,26 +43,26 @@ from nblaunch.training.topology import data_world, ensure_group, own_device, wor
 
 @named_arguments
 class Accelerator:
-    """Places models and data and trains over any number of ranks, including a single process.
+    """One training loop for a single process and for any number of ranks.
 
-    It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
-    the ranks that it is sent to. The same cell runs without a launch. Every rank must call the methods marked as
+    It holds only settings, and looks up rank and device on each use. So an Accelerator created in the notebook also
+    works in the ranks, and the same cell runs without a launch. Every rank must call the methods marked as
     collectives. `save_state` and `load_state` resume a loop exactly.
 
     Args:
-        nprocs: Ranks that `distribute` launches. Default: one per GPU; 2 without GPUs.
-        compute_setup: Where to compute: ``"cpu"``, ``"gpu"``, or ``"auto"`` (default), a GPU if there is one.
-        log_setup: Device of the tensors that `all_reduce_dict` returns: ``"cpu"`` (default), or ``"auto"``, the
-            device that computes.
-        dtype: Type of modules and batches: of their floating-point tensors; complex ones take the matching type.
-            Default: unchanged.
-        backend: Backend of the process group: ``"gloo"`` or ``"nccl"``. Default: the one that fits the device.
+        nprocs: Number of ranks that `distribute` launches. Default: one per GPU, or 2 without GPUs.
+        compute_setup: ``"cpu"``, ``"gpu"``, or ``"auto"`` (default): a GPU if one is visible.
+        log_setup: Device of the tensors returned by `all_reduce_dict`: ``"cpu"`` (default), or ``"auto"``, the compute
+            device.
+        dtype: Dtype of the floating-point tensors in modules and batches. Complex tensors get the matching complex
+            dtype. Default: unchanged.
+        backend: Backend of the process group: ``"gloo"`` or ``"nccl"``. Default: chosen by device.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. Default: the launcher's ``mixed_precision=``, else no.
         gradient_accumulation_steps: Batches per optimizer step, counted by `accumulate`. Default 1.
-        ddp_kwargs: More arguments for ``DistributedDataParallel``.
-        parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
-        seed: Seed of the order of prepared loaders. Default: that of the loader's own generator, else that of
-            ``torch.manual_seed`` or `seed_everything`: rank 0's, when `prepare` is called.
+        ddp_kwargs: Additional arguments for ``DistributedDataParallel``.
+        parallelism: A `Parallelism` to shard each prepared module instead of replicating it.
+        seed: Seed of the sample order of prepared loaders. Default: rank 0's seed when `prepare` is called, from the
+            loader's generator, else from ``torch.manual_seed`` or `seed_everything`.
 
     Raises:
         ArgumentError: An argument is wrong or unknown; the message names it.
@@ -84,7 +84,7 @@ class Accelerator:
     ) -> None:
         given: Any = dtype
         if given is not None and not (isinstance(given, torch.dtype) and (given.is_floating_point or given.is_complex)):
-            raise ArgumentError(f"dtype={given!r}: must be a floating-point or complex type, such as torch.float32")
+            raise ArgumentError(f"dtype={given!r}: must be a floating-point or complex dtype, such as torch.float32")
         if parallelism is not None and not isinstance(parallelism, Parallelism):
             raise ArgumentError(f"parallelism={parallelism!r:.80}: must be a Parallelism, such as Parallelism()")
         precision_of(mixed_precision)
@@ -110,12 +110,12 @@ class Accelerator:
     # ------------------------------------------------------------------ position
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
+        """This rank's compute device."""
         return own_device(self.compute_setup)
 
     @property
     def log_device(self) -> torch.device:
-        """The device of the tensors that `all_reduce_dict` returns."""
+        """Device of the tensors returned by `all_reduce_dict`."""
         return torch.device("cpu") if self.log_setup == "cpu" else self.device
 
     @property
@@ -140,7 +140,7 @@ class Accelerator:
 
     @property
     def copies(self) -> int:
-        """Ranks that compute on the same samples: those of one tensor-parallel group."""
+        """Number of ranks with the same samples: the size of a tensor-parallel group."""
         return 1 if self.parallelism is None else self.parallelism.copies(world().size)
 
     @property
@@ -150,50 +150,52 @@ class Accelerator:
 
     # ------------------------------------------------------------------ preparing
     def prepare(self, *objects: Any) -> Any:
-        """Prepare objects for the ranks: any number, in any order, inside pytrees too. A collective.
+        """Prepare modules, optimizers, schedulers and DataLoaders, in any order and inside pytrees. A collective.
 
-        Modules go to the device and dtype, and into DDP if there are other ranks and something to train. With
-        `parallelism` the ranks divide them in place, and optimizers of them get the new parameters. Optimizers and
-        schedulers are wrapped only if accumulation or float16 must decide when they step. A schedule counts optimizer
-        steps, for any number of ranks. DataLoaders give each rank its part, on the device, and have a position (see
-        `nblaunch.training.shard`). Other objects come back unchanged.
+        Modules move to the device and dtype. With several ranks, modules with trainable parameters are wrapped in DDP.
+        With `parallelism` they are sharded in place instead, and their optimizers get the new parameters. Optimizers
+        and schedulers are wrapped only for gradient accumulation and float16. Schedulers count optimizer steps, for
+        any number of ranks. DataLoaders yield this rank's part, on the device, and have a position to resume from (see
+        `nblaunch.training.shard`). Other objects are returned unchanged.
 
         Returns:
-            A single object as itself, several as a tuple.
+            The prepared object, or a tuple of several.
 
         Raises:
-            ArgumentError: An object is a `Prefetcher`: prepare its loader, and wrap that.
+            ArgumentError: An object is a `Prefetcher`. Prepare its loader and wrap the result.
         """
         prepared = self._preparation().all(objects)
         self._prepared.add(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return the batch, any pytree, on the device; `dtype` applies to floating-point and complex tensors only."""
+        """Return the batch (any pytree) on the device, with floating-point and complex tensors cast to `dtype`."""
         device = self.device
         return to_device(batch, device, self.dtype, non_blocking=device.type == "cuda")  # copies of pinned memory
 
     def unwrap_model(self, model: Any) -> Any:
-        """Return the user's own module, without DDP or ``torch.compile`` around it."""
+        """Return the original module, without its DDP and ``torch.compile`` wrappers."""
         return unwrapped(model)
 
     def distribute(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return a function that runs `fun` over `nprocs` ranks when a notebook calls it; in a rank it just calls it.
+        """Return a function that runs `fun` on `nprocs` ranks. In a rank it calls `fun` directly.
 
-        It takes the arguments of `fun`; ``rank``, ``world_size``, ``local_rank`` and ``device`` may be left out. It
-        returns a `LaunchResult`: ``result[rank]`` is a rank's return value, also for a single rank. With ``nprocs=1``
-        and no other option than ``view`` it runs in this process, and the result has no metrics and logs. Afterwards
-        modules, optimizers and schedulers have rank 0's states: those among its arguments, in the object of a bound
-        method, and in variables that it, or a notebook function among them, names; inside pytrees and plain objects
-        too, as deep as ``self.trainer.model``. Others, such as a global of an imported module, do not change.
+        Pass it the arguments of `fun`; ``rank``, ``world_size``, ``local_rank`` and ``device`` may be left out. It
+        returns a `LaunchResult`: ``result[rank]`` is a rank's return value, even with a single rank. With ``nprocs=1``
+        and no option but ``view`` it runs in this process, and the result has no metrics or logs.
+
+        Afterwards the notebook's modules, optimizers and schedulers have rank 0's states. They are found in the
+        arguments, in the object of a bound method, and in variables used by `fun` and by the notebook functions that
+        it uses; also inside pytrees and plain objects, as deep as ``self.trainer.model``. Others, such as a global of
+        an imported module, are not updated.
 
         Args:
-            fun: A function or bound method, defined in a cell or anywhere.
-            options: More arguments for `notebook_launcher`, such as ``view`` and ``timeout``.
+            fun: A function or bound method, defined in a cell or in a module.
+            options: Additional arguments for `notebook_launcher`, such as ``view`` and ``timeout``.
 
         Raises:
-            ArgumentError: ``compute_setup="gpu"``, the ranks are to run on this machine, and no GPU is visible.
-            Exception: As `notebook_launcher` does.
+            ArgumentError: ``compute_setup="gpu"`` on this machine, but no GPU is visible.
+            Exception: See `notebook_launcher`.
         """
         return distributed(self, fun, options)
 
@@ -204,34 +206,33 @@ class Accelerator:
         return self._gradients.sync
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context for one batch. Every `gradient_accumulation_steps`-th and a loader's last end a step.
+        """Return the context manager for one batch.
 
-        Of several prepared loaders, nested or side by side, the one that yielded last counts.
-
-        In between ranks exchange no gradients, prepared optimizers and schedulers do not step, and gradients stay. A
-        step that a ``break`` leaves unfinished continues with the next batch.
+        An optimizer step ends with every `gradient_accumulation_steps`-th batch and with the last batch of a loader.
+        Until then gradients accumulate without synchronization, and prepared optimizers and schedulers do not step.
+        After a ``break``, an unfinished step continues with the next batch. With several prepared loaders, nested or
+        side by side, the one that yielded last counts.
         """
         return self._gradients.accumulate(models)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward``, with the loss divided by the batches of its optimizer step, and scaled for float16.
+        """Call ``loss.backward()``, with the loss divided by the batches in its step and scaled for float16.
 
-        The divisor is `gradient_accumulation_steps`, and in the last step of a pass the batches that are left: of 10
-        batches by 4 the last two are halved. (If the loader has no length, all steps divide by
-        `gradient_accumulation_steps`.)
+        The divisor is `gradient_accumulation_steps`, or in the last step of a pass the number of batches left: with 10
+        batches and 4 per step, the last two losses are halved. (That requires a loader with a length.)
 
-        The ranks' gradients are averaged, so a sample in a smaller batch counts for more: the last batches of a pass
-        may be smaller on some ranks. `Trainer` weighs by samples. So does ``backward(loss * loader.sample_weight)``
-        with a prepared loader, where each batch is an optimizer step and the loss is a mean over the batch.
+        Gradients are averaged over the ranks, so samples in a smaller batch count for more. The last batches of a pass
+        may be smaller on some ranks. `Trainer` weights by samples. In your own loop, with a prepared loader and no
+        accumulation, call ``backward(loss * loader.sample_weight)`` for a loss that is a mean over the batch.
         """
         self._gradients.backward(loss, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the gradients' norm and return the norm before; between optimizer steps do nothing and return None.
+        """Clip the gradient norm and return the norm before. Within an unfinished step, do nothing and return None.
 
-        The norm is that of whole gradients, also where ranks divide them; then this is a collective.
+        For sharded gradients this is a collective, and the norm is that of the full gradients.
         """
         own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
@@ -240,27 +241,26 @@ class Accelerator:
         return clip_grad_norm(own, max_norm, norm_type)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision. Prepared modules enter it themselves."""
+        """Return the ``torch.autocast`` context of `mixed_precision`. Prepared modules enter it themselves."""
         dtype = HALF.get(self.mixed_precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     # ------------------------------------------------------------------ collectives
     def all_reduce_dict(self, d: Mapping[Any, Any], op: str = "mean") -> dict[Any, Any]:
-        """Reduce a dict of numbers and tensors over all ranks, to the same bits on each. A collective.
+        """Reduce a dict of numbers and tensors over all ranks, with bit-identical results on each. A collective.
 
-        It takes one collective if each rank's values pickle to at most 1,016 bytes (some 25 numbers with names), else
-        two. Ranks that compute on the same samples (`copies`) count as one.
+        It takes one collective if each rank's values pickle to at most 1,016 bytes (about 25 named numbers), else two.
+        Ranks with the same samples (`copies`) count as one.
 
         Args:
-            d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
-                every rank. A number that is a float on one rank is a float on all.
+            d: The values by name: ints (in int64's range), floats, bools, or tensors of any shape. Every rank passes
+                the same names, in any order. A number that is a float on one rank is a float on all.
             op: ``"mean"`` (default; ``"avg"`` is the same), ``"sum"``, ``"max"`` or ``"min"``. Ints are summed exactly,
-                and their mean is a float; floats are summed in float64. Tensors keep their shape, and their dtype
-                except for means of integers (float64) and sums of bools (int64); they are returned on `log_device`.
+                and their mean is a float; floats are summed in float64. Tensors are returned on `log_device`. They keep
+                their shape and dtype, except for means of integers (float64) and sums of bools (int64).
 
         Raises:
-            ArgumentError: On every rank: names, types or shapes differ between ranks (the message says how), or a
-                value has another type.
+            ArgumentError: On every rank: names, types or shapes differ between ranks, or a type is not supported.
         """
         self._join()
         return collectives.all_reduce_dict(d, op, self.log_device, self.copies)
@@ -268,49 +268,48 @@ class Accelerator:
     def gather(self, nest: Any) -> Any:
         """Concatenate every tensor of a pytree along dimension 0, by rank. A collective.
 
-        The first dimensions may differ between ranks. A tensor without dimensions counts as one row.
+        The size of dimension 0 may differ between ranks. A 0-d tensor counts as one row.
 
         Raises:
-            ArgumentError: On every rank: other dimensions, dtypes or the pytrees themselves differ.
+            ArgumentError: On every rank: other dimensions, dtypes or the structures of the pytrees differ.
         """
         self._join()
         return collectives.gather(nest)
 
     def gather_for_metrics(self, nest: Any) -> Any:
-        """`gather` without results of repeated samples: over a pass each sample counts once. A collective."""
+        """Like `gather`, without repeated samples: over a pass each sample counts once. A collective."""
         self._join()
         return collectives.gather(nest, is_padding=self._gradients.is_padding or self.rank % self.copies != 0)
 
     def reduce(self, nest: Any, reduction: str = "sum") -> Any:
-        """Combine every tensor of a pytree over the ranks. A collective.
+        """Reduce every tensor of a pytree over all ranks. A collective.
 
-        Ranks that compute on the same samples (`copies`) count as one.
+        Ranks with the same samples (`copies`) count as one.
 
         Args:
-            nest: Tensors, of the same shapes and dtypes on every rank.
-            reduction: ``"sum"`` (default), ``"mean"`` or ``"max"``. Sums of bools are int64, means of integers float64;
-                all else keeps its dtype.
+            nest: A pytree of tensors, with the same shapes and dtypes on every rank.
+            reduction: ``"sum"`` (default), ``"mean"`` or ``"max"``. Sums of bools are int64 and means of integers
+                float64; all others keep their dtype.
 
         Raises:
-            ArgumentError: On every rank: shapes, dtypes or the pytrees themselves differ, or ``"max"`` of complex
-                numbers was requested.
+            ArgumentError: On every rank: shapes, dtypes or structures differ, or ``"max"`` of a complex tensor.
         """
         self._join()
         return collectives.reduce(nest, reduction, self.copies)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object, of any kind, on every rank; GPU tensors on each rank's own GPU. A collective."""
+        """Return rank `src`'s object on every rank, with GPU tensors on each rank's own GPU. A collective."""
         self._join()
         return collectives.broadcast(obj, src, self.device)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank has called it. A collective."""
+        """Wait until every rank has called this method. A collective."""
         self._join()
         collectives.barrier()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on rank 0 before the others, such as a download that the others then find. A collective."""
+        """Run the body on rank 0 before the other ranks, for example to download data once. A collective."""
         if not self.is_main_process:
             self.wait_for_everyone()
         try:
@@ -329,36 +328,33 @@ class Accelerator:
         """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays.
 
         Raises:
-            ArgumentError: `obj` holds tensors that ranks divide; the main process has only a part of them.
+            ArgumentError: `obj` holds sharded tensors, of which the main process has only a part.
         """
         if any(map(is_sharded, tree_leaves(obj))):
             raise ArgumentError(
-                "save: obj holds tensors that the ranks divide: give accelerator.get_state_dict(model), which every "
-                "rank must call"
+                "save: obj holds sharded tensors: call accelerator.get_state_dict(model) on every rank, and save that"
             )
         if self.is_main_process:
             checkpoint.write(obj, Path(path))
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the ``state_dict`` of the user's own module, without wrappers.
+        """Return the ``state_dict`` of the original module, without wrappers.
 
-        Where ranks divide the module this is a collective: every rank must call it. It gives the whole state on rank
-        0's CPU; on other ranks an empty dict.
+        For a sharded module this is a collective: rank 0 gets the full state on the CPU, other ranks an empty dict.
         """
         return full_state(model) if is_divided(model) else unwrapped(model).state_dict()
 
     def save_state(self, output_dir: str | Path) -> Path:
-        """Save the state of everything that was prepared, to resume exactly. A collective.
+        """Save the state of all prepared objects, to resume exactly. A collective.
 
-        It holds the prepared modules, optimizers, schedulers and the gradient scaler; the random states of each rank
-        (Python's, NumPy's, torch's); the positions of prepared loaders; and registered objects. Prepared objects that
+        The state holds the prepared modules, optimizers, schedulers and gradient scaler, the positions of prepared
+        loaders, the registered objects, and each rank's random states (Python, NumPy, torch). Prepared objects that
         no longer exist are left out. Gradients are not saved: save between optimizer steps.
 
-        The folder gets one file, ``state.pt``, in place of an earlier one when it is complete: a crash, Stop or a full
-        disk leaves the earlier state. Rank 0 writes; ranks on other machines must see the same folder. ``torch.load``
-        reads it without ranks (without a GPU: ``map_location="cpu"``): under ``"model"`` is a list with the
-        ``state_dict`` of each of the users' own modules. Where ranks divide models (`parallelism`), their whole states
-        are gathered on rank 0, which needs CPU memory for them.
+        Rank 0 writes one file, ``state.pt``; all machines must share the folder. The write is atomic: after a crash,
+        Stop or a full disk the earlier file remains. ``torch.load`` reads it without ranks (without a GPU:
+        ``map_location="cpu"``); ``"model"`` is a list of the original modules' ``state_dict``. Sharded models are
+        gathered on rank 0, which needs CPU memory for their full states.
 
         Args:
             output_dir: The folder.
@@ -367,47 +363,44 @@ class Accelerator:
             The folder.
 
         Raises:
-            ArgumentError: `output_dir` is a file, or `accumulate` has begun an optimizer step and not finished it.
-            OSError: On every rank, if one cannot write.
+            ArgumentError: `output_dir` is a file, or an optimizer step begun by `accumulate` is unfinished.
+            OSError: On every rank: the file could not be written.
         """
         self._join()
         return self._states.save(output_dir)
 
     def load_state(self, input_dir: str | Path, *, strict: bool = True, weights_only: bool = True) -> None:
-        """Restore a state that `save_state` wrote. A collective.
+        """Load a state saved by `save_state`. A collective.
 
-        Prepare the same objects in the same order first, and register the same objects. Everything is checked before
-        anything changes.
+        First prepare and register the same objects in the same order. The whole state is checked before any object
+        changes. Gradients are cleared.
 
-        Break off a loop over a prepared loader before you load: a pass in progress does not move. Prepared loaders
-        continue at their batch: the next pass yields those that were left. `skip_first_batches` with a script's own
-        count does not skip twice, see there.
+        Prepared loaders resume at their batch: the next pass yields the remaining batches. A pass in progress does not
+        move, so leave its loop before you load. `skip_first_batches` does not skip the same batches twice.
 
-        On the CPU a run of one or two ranks that continues reaches bit-equal weights; with more ranks they are equal up
-        to rounding, because DDP sums the gradients of its first step in another order. With another number of ranks the
-        remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states derived
-        from rank 0's. Ranks may divide the models in another way than those that saved, or not at all. The modules'
-        gradients are cleared.
+        On the CPU with one or two ranks the resumed run is bit-identical to an uninterrupted one. With more ranks it is
+        equal up to rounding, because DDP sums the gradients of its first step in another order. The number of ranks may
+        change: the remaining samples are divided again, if `ShardedLoader` can, and new ranks get random states derived
+        from rank 0's. The models may be sharded in another way, or not at all.
 
         Args:
             input_dir: The folder.
-            strict: Whether the names of the modules' weights must be those that were saved.
-            weights_only: Whether the file is read without running code (default). False is for registered objects
-                whose state holds other types than tensors, numbers and strings, from a folder that you trust.
+            strict: Whether the keys of the modules' ``state_dict`` must match the saved ones exactly.
+            weights_only: Whether to load without running code (default). Use False only if you trust the folder, for
+                registered objects whose state holds other types than tensors, numbers and strings.
 
         Raises:
-            ArgumentError: On every rank: there is no state in the folder, or it is of another model or other objects.
-                The message says which.
+            ArgumentError: On every rank: the folder has no state, or the state does not match the objects.
             RuntimeError: On every rank: the file is damaged.
         """
         self._join()
         self._states.load(input_dir, strict=strict, weights_only=weights_only)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the states of these objects too: anything with ``state_dict`` and ``load_state_dict``.
+        """Include objects with ``state_dict`` and ``load_state_dict`` in `save_state` and `load_state`.
 
-        Rank 0's state is saved, and loaded on every rank. It should hold tensors, numbers, strings, and containers of
-        these; other types are pickled, and `load_state` then asks for ``weights_only=False``.
+        Rank 0's state is saved, and loaded on every rank. It should hold only tensors, numbers, strings and containers
+        of them. Other types are pickled, and `load_state` then needs ``weights_only=False``.
 
         Raises:
             ArgumentError: An object lacks one of the two methods.
@@ -458,8 +451,8 @@ class Preparation:
         leaves = {id(leaf): leaf for leaf in tree_leaves(objects)}
         if any(isinstance(leaf, Prefetcher) for leaf in leaves.values()):
             raise ArgumentError(
-                "a Prefetcher cannot be prepared, because it reads ahead of the loader that accumulation follows: "
-                "prepare the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
+                "a Prefetcher cannot be prepared, because it reads ahead: prepare its loader and wrap the result: "
+                "Prefetcher(accelerator.prepare(loader), accelerator.device)"
             )
         ready: dict[int, Any] = {}
         phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -485,15 +478,15 @@ class Preparation:
             whole = (name for name, parameter in module.named_parameters() if not is_sharded(parameter))
             if self.shards_all and (name := next(whole, None)) is not None:
                 raise ArgumentError(
-                    f"prepare: the ranks have divided a part of the {type(module).__name__}, and not its {name}: "
-                    "prepare the whole module instead of its part"
+                    f"prepare: the {type(module).__name__} is sharded only in part, {name} is not: prepare the whole "
+                    "module instead of a submodule"
                 )
             if is_fully_sharded(module):
                 self.gradient_state.modules.add(module)
             elif self.divides and data_world(self.accelerator.copies).is_shared:
                 raise ArgumentError(
-                    f"prepare: the layers of the {type(module).__name__} are divided already, and parallelism would "
-                    "not exchange its gradients: give the module undivided, and a plan to Parallelism(plan=...)"
+                    f"prepare: the {type(module).__name__} is already tensor-parallel, and its gradients would not be "
+                    "synchronized: prepare the original module, with Parallelism(plan=...)"
                 )
             return module  # already placed and sharded, perhaps by the user
         if self.parallelism is not None and self.divides and any(True for _ in module.parameters()):
@@ -531,9 +524,8 @@ class Preparation:
         whole = [parameter for parameter in own if not is_sharded(parameter)]
         if self.divides and len(whole) > (0 if self.shards_all else len(own) - 1):
             raise ArgumentError(
-                f"prepare: the {type(optimizer).__name__} has a parameter of shape {list(whole[0].shape)} that belongs "
-                "to no module that the ranks have divided: make the optimizer of the module's parameters, and prepare "
-                "the module before it or with it"
+                f"prepare: the {type(optimizer).__name__} has a parameter of shape {list(whole[0].shape)} that is in "
+                "no sharded module: create it from module.parameters(), and prepare the module with it or before it"
             )
         move_state(optimizer)
         if not self.gradient_state.needs_wrappers:

@@ -94,8 +94,8 @@ def compare_rates(path: Path, state: Mapping[str, Any], optimizer: Optimizer) ->
     if wrote != own and not optimizer.state:
         made, kept = (rates[0] if len(rates) == 1 else rates for rates in (own, wrote))
         warn(
-            f"the optimizer was made with lr={made}, but the run that continues from {path} keeps its own, {kept}. Use "
-            "resume=False to train from the start, or another checkpoint_dir"
+            f"the optimizer has lr={made}, but the run resumed from {path} keeps lr={kept}: use resume=False to train "
+            "from the start, or another checkpoint_dir"
         )
 
 
@@ -153,8 +153,7 @@ def read(
     mmap: bool = False,
     weights_only: bool = True,
     if_code: str = "Keep only numbers, strings and tensors in the states of the optimizer, schedule and callbacks",
-    if_damaged: str = "remove it to resume from the checkpoint before, if there is one, or use resume=False to train "
-    "from the start",
+    if_damaged: str = "delete it to resume from the previous checkpoint, or use resume=False to train from the start",
 ) -> dict[str, Any]:
     """Read what `write` saved, to the CPU. With `weights_only` loading executes no code.
 
@@ -164,12 +163,12 @@ def read(
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except FileNotFoundError:
         raise ArgumentError(
-            f"{path} is not on {socket.gethostname()}: checkpoint_dir must be a folder that every node and the "
-            "notebook share"
+            f"{path} is not on {socket.gethostname()}: checkpoint_dir must be a folder that the notebook and all nodes "
+            "share"
         ) from None
     except Exception as error:
         if found := _refused(error):
-            raise ArgumentError(f"{path} holds {found}, which runs code when it is loaded. {if_code}") from error
+            raise ArgumentError(f"{path} holds {found}, which runs code when loaded. {if_code}") from error
         raise RuntimeError(f"{path} is damaged: {if_damaged}") from error
     return state
 
@@ -245,7 +244,7 @@ class CheckpointFolder:
                 pass
             claim = os.open(self.path, os.O_RDONLY)  # a lock file, as `launch_files.acquire_lock` has, would stay
         except OSError as error:
-            raise ArgumentError(f"{name}: no file can be written there ({error}). Give another folder") from error
+            raise ArgumentError(f"{name}: the folder is not writable ({error}): use another one") from error
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._claim = claim
@@ -253,7 +252,7 @@ class CheckpointFolder:
             os.close(claim)
             if isinstance(error, BlockingIOError):  # others: a file system without locks
                 raise ArgumentError(
-                    f"{name}: another run is writing its checkpoints there: wait for its end, or give another folder"
+                    f"{name}: another run is writing checkpoints there: wait for it to finish, or use another folder"
                 ) from None
 
     def close(self) -> None:
@@ -323,7 +322,7 @@ class PreparedObjects:
         for kind, name in _NEEDED.items():
             if kind in self._seen and not self.of(kind):
                 raise ArgumentError(
-                    f"the prepared {name} no longer exist: keep a reference to them until save_state or load_state"
+                    f"the prepared {name} were garbage-collected: keep a reference until save_state or load_state"
                 )
 
     def of(self, kind: type[T]) -> list[T]:
@@ -343,14 +342,14 @@ class SavedStates:
         self.prepared.settle()
         target = Path(output_dir).expanduser().resolve()  # a link to a folder stays
         if any(other != target for other in exchange_results(lambda: target)):
-            raise ArgumentError("output_dir: the ranks passed different folders: give the same on every rank")
+            raise ArgumentError("output_dir differs between the ranks: pass the same folder on every rank")
         state = self.collect()
         exchange_results(lambda: self._write(state, target) if world().rank == 0 else None)
         return target
 
     def _write(self, state: dict[str, Any], target: Path) -> None:
         if target.exists() and not target.is_dir():
-            raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
+            raise ArgumentError(f"output_dir={str(target)!r}: must be a folder, not a file")
         write(state, target / STATE_FILE)
 
     def collect(self) -> dict[str, Any]:
@@ -358,7 +357,7 @@ class SavedStates:
         parts = exchange_results(lambda: (self._kinds(), self._own_state()))
         kinds = parts[0][0]
         if any(other != kinds for other, _ in parts):
-            raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on each")
+            raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on all")
         whole = {id(part): full_state(part) for kind in ("model", "optimizer") for part in self._divided(kind)}
         state: dict[str, Any] = {}
 
@@ -368,9 +367,9 @@ class SavedStates:
                 state[kind] = states if kind == "model" else tree_map(_plain, states)
                 if kind != "model" and (found := code_in(state[kind])):  # now, not only when the state is needed
                     warn(
-                        f"the saved state of the {kind} holds {found}, which runs code when it is loaded: load_state "
-                        "will need weights_only=False, and a Trainer cannot resume from it. Better keep numbers, "
-                        "strings and tensors in the state"
+                        f"the saved state of the {kind} holds {found}, which runs code when loaded: load_state will "
+                        "need weights_only=False, and a Trainer cannot resume from it. Keep only numbers, strings and "
+                        "tensors in the state"
                     )
             scaler = self.gradients.scaler
             ranks = [own for _, own in parts]
@@ -386,8 +385,8 @@ class SavedStates:
         self.prepared.check_any_left()
         if self.gradients.unfinished:
             raise ArgumentError(
-                f"save_state: {self.gradients.unfinished} of {self.gradients.divisor} batches of an optimizer step are "
-                "done, and a state holds no gradients: save when accelerator.sync_gradients is True"
+                f"save_state: an optimizer step is unfinished ({self.gradients.unfinished} of {self.gradients.divisor} "
+                "batches), and gradients are not saved: save when accelerator.sync_gradients is True"
             )
         return {
             "copies": self.copies,
@@ -424,16 +423,14 @@ class SavedStates:
         def take() -> None:
             self.prepared.check_any_left()
             if not (folder / STATE_FILE).is_file():
-                there = (
-                    f"it has no {STATE_FILE}, which save_state writes" if folder.is_dir() else "there is no such folder"
-                )
-                raise ArgumentError(f"{source}: {there}")
+                problem = f"the folder has no {STATE_FILE}" if folder.is_dir() else "no such folder"
+                raise ArgumentError(f"{source}: {problem}")
             mmap = bool(self._divided("model"))  # each rank copies its part only
             trust = "If you trust the folder, use load_state(..., weights_only=False)"
             advice = {"if_code": trust, "if_damaged": "load a state from another folder"}
             state.update(read(folder / STATE_FILE, mmap=mmap, weights_only=weights_only, **advice))
             if "kinds" not in state:
-                raise ArgumentError(f"{source}: save_state did not write its {STATE_FILE}")
+                raise ArgumentError(f"{source}: its {STATE_FILE} was not written by save_state")
 
         exchange_results(take)
         self.restore(state, source, strict)
@@ -450,8 +447,8 @@ class SavedStates:
             if len(before) != len(names) or (compared and before != names):
                 verb = "registered" if kind == "object" else "prepared"
                 raise ArgumentError(
-                    f"{source}: it has {_counted(kind, before)}, and this process has {verb} {_counted(kind, names)}: "
-                    "load it with the same objects as those it was saved with"
+                    f"{source}: the state has {_counted(kind, before)}, but this process has {verb} "
+                    f"{_counted(kind, names)}: use the objects that were saved"
                 )
         things = self._things()
         for model, saved in zip(things["model"], state["model"], strict=True):
@@ -462,8 +459,8 @@ class SavedStates:
             ]
             if groups[0] != groups[1]:
                 raise ArgumentError(
-                    f"{source}: it is the state of another optimizer: its groups have {groups[0]} parameters, and "
-                    f"those of this {type(optimizer).__name__} have {groups[1]}"
+                    f"{source}: the parameter groups of the saved optimizer have sizes {groups[0]}, those of this "
+                    f"{type(optimizer).__name__} have {groups[1]}"
                 )
 
     def _restore(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -483,12 +480,12 @@ class SavedStates:
             else:
                 _warn_once(
                     f"load_state: the position of prepared loader {number} is not restored: its dataset had "
-                    f"{position['samples']} samples, and has {samples}"
+                    f"{position['samples']} samples and now has {samples}"
                 )
         if len(loaders) != len(positions):
             _warn_once(
-                f"load_state: the state has the positions of {len(positions)} prepared loaders, and there are "
-                f"{len(loaders)}: the first ones continue, in the order of their preparation"
+                f"load_state: the state has positions of {len(positions)} loaders, but {len(loaders)} are prepared: "
+                "positions are restored in the order of preparation"
             )
         self.gradients.begin_step()
         for model in self.prepared.of(nn.Module):
@@ -509,15 +506,14 @@ def _warn_once(message: str) -> None:
 
 def _check_weights(source: str, model: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
     own = model.state_dict()
-    complaints = [f"{name} is missing" for name in own if strict and name not in saved]
-    complaints += [f"{name} is not in the model" for name in saved if strict and name not in own]
+    complaints = [f"missing key {name}" for name in own if strict and name not in saved]
+    complaints += [f"unexpected key {name}" for name in saved if strict and name not in own]
     for name in own:
         before, now = saved.get(name), own[name]
         if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and before.shape != now.shape:
-            complaints.append(f"{name} has shape {list(before.shape)} there and {list(now.shape)} in the model")
+            complaints.append(f"{name} has shape {list(before.shape)} in the state and {list(now.shape)} in the model")
     if complaints:
         rest = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
         raise ArgumentError(
-            f"{source} is the state of another model than this {type(model).__name__}: "
-            f"{'; '.join(complaints[:3])}{rest}"
+            f"{source}: the state does not match this {type(model).__name__}: {'; '.join(complaints[:3])}{rest}"
         )

@@ -169,7 +169,7 @@ def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
     for path, tensor in tensors.items():
         if reduction == "max" and tensor.is_complex():
-            raise ArgumentError(f"reduction='max': {path} is complex, and complex numbers have no order")
+            raise ArgumentError(f"reduction='max': {path} is complex, and complex numbers are not ordered")
     return _unflatten(tree, {path: _reduce_tensor(tensor, reduction, copies) for path, tensor in tensors.items()})
 
 
@@ -200,7 +200,7 @@ def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device, co
     op = one_of("op", {"avg": "mean"}.get(name, name if name in _OPERATIONS else op), _OPERATIONS)
     by_rank = exchange({key: _pack(value) for key, value in values.items()})
     parts = [{repr(key): part for key, part in own.items()} for own in by_rank]
-    _check_parts("all_reduce_dict", parts, "give a float, an int64, a bool or a tensor")
+    _check_parts("all_reduce_dict", parts, "use a float, an int64, a bool or a tensor")
     return {key: _reduce_parts([part[key] for part in by_rank[::copies]], op, key, device) for key in values}
 
 
@@ -224,7 +224,7 @@ def _pack(value: Any) -> _Part:
 def _reduce_parts(parts: Sequence[_Part], op: str, key: Any, device: torch.device) -> Any:
     if (dtype := parts[0].dtype) is not None:
         if dtype.is_complex and op in ("max", "min"):
-            raise ArgumentError(f"op={op!r}: {key!r} is complex, and complex numbers have no order")
+            raise ArgumentError(f"op={op!r}: {key!r} is complex, and complex numbers are not ordered")
         return _reduce_in_order([tensor_from_bytes(part.content, dtype, part.shape) for part in parts], op).to(device)
     widest = next(kind for kind in _NUMBER_TYPES if any(type(part.content) is kind for part in parts))
     values = [widest(part.content) for part in parts]
@@ -267,7 +267,7 @@ def broadcast(value: Any, src: Any, device: torch.device) -> Any:
     dist.broadcast_object_list(message, src, device=collective_device())
     data, error = message[0]
     if error:
-        raise ArgumentError(f"broadcast: rank {src}'s value cannot be sent: {error}")
+        raise ArgumentError(f"broadcast: rank {src}'s value could not be sent: {error}")
     if place.rank == src:
         return value
     return tree_map(lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _CudaTensor) else leaf, pickle.loads(data))

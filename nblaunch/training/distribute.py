@@ -64,7 +64,7 @@ def distributed(
     if not callable(function):
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
     if not options.get("block", True):
-        raise ArgumentError("block=False: distribute waits for the ranks, whose states come back")
+        raise ArgumentError("block=False is not supported: distribute waits for the ranks, to load their states")
     if not is_elsewhere(options):
         check_gpu(settings.compute_setup)
 
@@ -91,8 +91,7 @@ def is_elsewhere(options: Mapping[str, Any]) -> bool:
 def check_gpu(setup: str) -> None:
     if setup == "gpu" and not is_rank() and this_machine().gpus == 0:
         raise ArgumentError(
-            'compute_setup="gpu", but no GPU is visible: use compute_setup="auto", which takes the GPUs that the ranks '
-            'have, or "cpu"'
+            'compute_setup="gpu", but no GPU is visible: use "auto", which takes a GPU where a rank has one, or "cpu"'
         )
 
 
@@ -171,8 +170,8 @@ def _load_states(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
             part.load_state_dict(states[path])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             warn(
-                f"the trained state of the {type(part).__name__} does not fit the notebook's object, which is "
-                f"unchanged: {error}. If the function changes its shape, return the new one from the function"
+                f"the trained state of the {type(part).__name__} does not fit the notebook's object, which was not "
+                f"updated: {error}. If the function changes the object's shape, return the new object"
             )
 
 

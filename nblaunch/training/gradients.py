@@ -25,7 +25,7 @@ _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 def precision_of(requested: str | None) -> str:
     name = requested if requested is not None else os.environ.get(_VARIABLE, "no")
     if name not in ("no", *HALF):
-        raise ArgumentError(f'mixed_precision={name!r}: an Accelerator supports "no", "fp16" and "bf16"')
+        raise ArgumentError(f'mixed_precision={name!r}: must be "no", "fp16" or "bf16"')
     return name
 
 

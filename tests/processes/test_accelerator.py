@@ -150,13 +150,13 @@ def test_collectives(launch: Launcher) -> None:
     assert "'b' is a number on rank 0 and 2, missing on rank 1" in keys
     assert "'a' is a float32 tensor of shape [1] on rank 0, a float32 tensor of shape [2] on rank 1" in shapes
     assert "'a' on rank 2 is 'text' of type str" in kinds
-    assert "'a' on rank 2 is an int of 1329 bits: give a float" in bits
+    assert "'a' on rank 2 is an int of 1329 bits: use a float" in bits
     assert "value is a float32 tensor of shape [*, 1] on rank 0, a float32 tensor of shape [*, 2] on rank 1" in columns
     assert "value[1] is missing on rank 0, a float32 tensor of shape [*] on rank 1 and 2" in parts
     assert "value on rank 0 is a str: make it a tensor" in text
-    assert "value is complex, and complex numbers have no order" in order
+    assert "value is complex, and complex numbers are not ordered" in order
     assert "value is a float32 tensor of shape [1] on rank 0" in sizes
-    assert "rank 0's value cannot be sent: TypeError: cannot pickle 'generator' object" in generator
+    assert "rank 0's value could not be sent: TypeError: cannot pickle 'generator' object" in generator
     assert "src=3: must be a whole number from 0 to 2" in src
 
 

@@ -199,10 +199,8 @@ def test_what_fails_on_one_rank_raises_on_all(folder: Path) -> None:
 
     first, second = launched(run, 2)
     for messages in (first, second):
-        assert (
-            messages[0] == "ArgumentError: output_dir: the ranks passed different folders: give the same on every rank"
-        )
-        assert re.match("ArgumentError: .*there is no such folder", messages[1])
+        assert messages[0].startswith("ArgumentError: output_dir differs between the ranks")
+        assert re.match("ArgumentError: .*no such folder", messages[1])
         assert messages[3].startswith("ArgumentError: save_state: the ranks prepared or registered different objects")
     assert re.match("OSError: .*state.pt.* could not be written: is the disk full", first[2])
     assert second[2].startswith("OSError: rank 0: ")
