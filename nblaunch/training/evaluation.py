@@ -36,35 +36,35 @@ def evaluate(
     prefix: str = "",
     at: int | None = None,
 ) -> dict[str, float]:
-    """Compute metrics of a model over every sample once, for any number of ranks. A collective.
+    """Compute metrics of a model, with every sample counted once for any number of ranks. A collective.
 
-    Each rank takes its part of the data and runs the module itself, without DistributedDataParallel or torch.compile
-    around it, so ranks with fewer batches, or none, block no other rank. (If the ranks divide the module, those repeat
-    a batch that is not counted.) The module runs in eval mode, without gradients, and with rank 0's buffers (running
-    means of batch norm differ between ranks). Afterwards every submodule is in its previous mode. Rank 0 reports the
-    results to the notebook.
+    Each rank evaluates its part of the data with the original module, without DDP or ``torch.compile``. So ranks with
+    fewer batches, or none, block no other rank. (For a sharded module they repeat a batch, which is not counted.) The
+    module runs in eval mode, without gradients, and with rank 0's buffers, because the running statistics of batch norm
+    differ between ranks. Afterwards each submodule's mode is restored. Rank 0 reports the results to the notebook.
 
     Args:
-        model: The same on every rank, on its device.
-        loader: A DataLoader, or a `Prefetcher` of one; sharded here if it is not yet. Any other iterable is taken as
+        model: The module, on its device, with the same weights on every rank.
+        loader: A DataLoader, or a `Prefetcher` of one; it is sharded if it is not yet. Any other iterable is taken as
             this rank's own part.
-        metrics: Metrics by name; a single one is named after its class. They are reset first. Default: accuracy.
-        loss_fn: ``(output, target) -> loss``, a mean over the batch, for the result ``loss``: the batches' losses,
-            weighted by size. It is as precise as `loss_fn` in the model's dtype, batch by batch.
-        step: ``(model, batch) -> (output, target)``. Default: for a batch ``(inputs, target)`` or a dict, see `split`.
-        size: Returns the number of samples in a batch. Default: the length of its target, else of its first tensor.
-        device: The device of the batches. Default: that of the model's parameters.
-        desc: The label of the progress bar.
-        prefix: Put before every name, such as ``"valid_"``.
-        at: The step of the report. Default: none.
+        metrics: A metric, named after its class, or a dict of metrics by name. They are reset first. Default: accuracy.
+        loss_fn: ``(output, target) -> loss``, a mean over the batch. The result ``loss`` is the mean over all samples,
+            as precise as each batch's loss in the model's dtype.
+        step: ``(model, batch) -> (output, target)``. Default: for batches ``(inputs, target)``, or dicts with the
+            target under ``labels``, ``label`` or ``target``.
+        size: ``batch -> int``, the number of samples. Default: the length of the target, else of the first tensor.
+        device: Device of the batches. Default: that of the model's parameters.
+        desc: Label of the progress bar.
+        prefix: Prefix of the results' names, such as ``"valid_"``.
+        at: Step at which the results are reported. Default: none.
 
     Returns:
         The results by name, the same on every rank.
 
     Raises:
-        ArgumentError: The loader was prepared by accelerate, or has a sampler that repeats samples, as torch's
-            ``DistributedSampler`` does; or metrics or batches are not as described.
-        RuntimeError: The samples counted over all ranks are not as many as the loader has.
+        ArgumentError: The loader was prepared by accelerate, its sampler repeats samples (as torch's
+            ``DistributedSampler`` does), or metrics or batches are not as described.
+        RuntimeError: The ranks together counted another number of samples than the loader has.
     """
     own, module = named(metrics), unwrapped(model)
     for metric in own.values():
@@ -81,7 +81,7 @@ def evaluate(
                 continue
             count = batch_size_of(target, batch) if size is None else size(batch)
             if count is None:
-                raise ArgumentError("the batch holds no tensor to count its samples by: pass size=")
+                raise ArgumentError("the batch has no tensor, so its size is unknown: pass size=lambda batch: ...")
             samples += count
             for metric in own.values():
                 metric.update(output, target)
@@ -90,8 +90,8 @@ def evaluate(
     counted, total = sum(exchange(samples)), getattr(sharded, "total", None)
     if total is not None and counted != total:
         raise RuntimeError(
-            f"evaluate counted {counted} samples over all ranks, but the loader has {total}. If a batch's first "
-            "dimension is not its samples, give size=lambda batch: ...; else the loader lost or repeated some"
+            f"evaluate counted {counted} samples over all ranks, but the loader has {total}. If dimension 0 of a batch "
+            "is not its samples, pass size=lambda batch: ...; otherwise the loader lost or repeated samples"
         )
     results = {f"{prefix}{name}": metric.compute() for name, metric in own.items()}
     if loss_fn is not None:
@@ -104,7 +104,7 @@ def evaluate(
     return results
 
 
-_ADVICE = "give evaluate a step, such as step=lambda model, batch: (model(batch[0]), batch[1])"
+_ADVICE = "pass step to evaluate, such as step=lambda model, batch: (model(batch[0]), batch[1])"
 
 
 def split(batch: Any, advice: str = _ADVICE) -> tuple[Any, Any]:
@@ -135,17 +135,17 @@ def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
     if isinstance(metrics, Mapping):
         named = dict(metrics)
     elif isinstance(offered, (list, tuple)):
-        raise ArgumentError(f"metrics={offered!r:.80}: give a dict, such as {{'accuracy': Accuracy()}}")
+        raise ArgumentError(f"metrics={offered!r:.80}: must be a dict, such as {{'accuracy': Accuracy()}}")
     else:
         named = {getattr(metrics, "name", type(metrics).__name__.lower()): metrics}
     for name, metric in named.items():
         given: object = metric
         if not isinstance(given, Metric) or isinstance(given, (Mean, type)):  # a Mean takes no outputs and targets
             raise ArgumentError(
-                f"metrics: {name!r} is {metric!r:.80}: use Accuracy() or another with update(output, target)"
+                f"metrics: {name!r} is {metric!r:.80}: use a metric with update(output, target), such as Accuracy()"
             )
         if name in ("loss", "step"):
-            raise ArgumentError(f"metrics: a metric cannot be called {name!r}: choose another name")
+            raise ArgumentError(f"metrics: the name {name!r} is reserved: use another one")
     return named
 
 
@@ -179,7 +179,7 @@ def _sharded(loader: Iterable[Any], copies: int) -> tuple[Iterable[Any], int]:
     """Return the loader of this rank's part, and how many ranks have the same part. No sample repeats within one."""
     inner = loader.loader if isinstance(loader, Prefetcher) else loader
     if isinstance(inner, Dataset):
-        raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
+        raise ArgumentError(f"loader={inner!r:.80}: must be a DataLoader, not a dataset: use DataLoader(dataset, ...)")
     if not isinstance(inner, DataLoader):
         return loader, copies
     sharded = shard(inner, copies=copies if copies > 1 else None)
@@ -197,9 +197,8 @@ def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
     if given > size:
         sampler = next(type(sampler).__name__ for sampler in samplers_of(loader) if shards(sampler))
         raise ArgumentError(
-            f"loader: its {sampler} gives the ranks {given} samples of a dataset of {size}, so it repeats "
-            f"{given - size} samples, which would count twice: leave it out, as shard(loader) divides exactly, or use "
-            "ExactDistributedSampler, or a sampler with drop_last=True where some samples may be missing"
+            f"loader: its {sampler} repeats {given - size} of the {size} samples, which would count twice: remove it, "
+            "because shard(loader) divides exactly, or use ExactDistributedSampler"
         )
 
 
@@ -248,8 +247,8 @@ def predict_part(
                 if leaf is not None and not (is_tensor and leaf.dim() > 0 and len(leaf) == size):
                     found = f"a tensor of shape {tuple(leaf.shape)}" if is_tensor else f"{leaf!r:.40}"
                     raise ArgumentError(
-                        f"predict_batch returned {found} for a batch of {size}: let it return tensors only, whose "
-                        "first dimension is the samples"
+                        f"predict_batch returned {found} for a batch of {size}: it must return tensors with the "
+                        "samples in dimension 0"
                     )
             outputs.append(output)
     return outputs

@@ -121,7 +121,7 @@ def share_parts(loader: DataLoader[Any], copies: int) -> None:
         if copies > 1 and shards(sampler) and (sampler.num_replicas, sampler.rank) != (place.size, place.rank):
             raise ArgumentError(
                 f"loader: its {type(sampler).__name__} has num_replicas={sampler.num_replicas}, rank={sampler.rank}, "
-                f"but {copies} ranks each divide the layers and need the same samples: leave it out, or give "
+                f"but each tensor-parallel group of {copies} ranks needs the same samples: remove it, or use "
                 f"num_replicas={place.size}, rank={place.rank}"
             )
 
@@ -199,46 +199,45 @@ class _Pass:
 
 
 class ShardedLoader(DataLoader[T_co]):
-    """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
+    """A DataLoader that yields this rank's part; created by `shard`. In a single process it yields everything.
 
-    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so all
-    ranks know one order. Their random generators keep their states. (A ``generator`` that the loader was given is
-    seeded too: choose another order by `seed`; `Accelerator.prepare` takes the generator's own seed.) The order is cut
-    into chunks of ``batch_size`` × world size; rank r takes the r-th part of each, so a batch gathered by rank is in
-    order. The last chunk is divided evenly; if it holds fewer samples than there are ranks, the chunk before gives it
-    some. So each sample comes exactly once *and* every rank has equally many batches. If that is impossible (batches of
-    one sample, or fewer samples than ranks) a rank repeats one sample, and `is_padding` is True. With ``drop_last``
-    only whole chunks are yielded. The batches of a user's own batch sampler are divided as whole batches, see
-    `partition_batches`. A loader whose sampler shards already (such as torch's ``DistributedSampler``) keeps its parts;
-    only its epochs are set.
+    **Map-style datasets.** Every rank runs the loader's own sampler with one seed, derived from (seed, epoch), so all
+    ranks agree on one order. Its random state is restored afterwards. (A ``generator`` of the loader is seeded too: use
+    `seed` for another order. `Accelerator.prepare` takes `seed` from that generator.) The order is cut into chunks of
+    ``batch_size`` × world size. Rank r takes the r-th part of each chunk, so a batch gathered by rank is in order.
+    The last chunk is divided evenly; if it has fewer samples than ranks, the previous chunk gives it some. So each
+    sample comes exactly once *and* all ranks have the same number of batches. Where that is impossible (batches of one
+    sample, or fewer samples than ranks), a rank repeats one sample, and `is_padding` is True. With ``drop_last`` only
+    whole chunks are yielded. A custom batch sampler's batches are distributed whole, see `partition_batches`. A
+    sampler that already shards, such as torch's ``DistributedSampler``, keeps its parts; only its epochs are set.
 
     **Iterable datasets.** The same, except that rank 0 reads and sends, or each rank reads everything: see
-    ``dispatch`` in `shard`. While rank 0 sends, iterating is a collective: every rank takes equally many batches of
-    equally many passes, including a peek at the first batch; a rank that is out of step raises a RuntimeError. Do not
-    shard a dataset that picks its own rank's part.
+    ``dispatch`` in `shard`. While rank 0 sends, iterating is a collective. Every rank must take the same number of
+    batches from the same number of passes, peeks included; otherwise a RuntimeError is raised. Do not shard a dataset
+    that already selects its rank's part.
 
-    **Epochs.** A complete pass advances `epoch`, so each pass has an order of its own. A peek by
-    ``next(iter(loader))``, also within another pass, or a pass that is broken off does not advance it. A loop that
-    stops at the last of several batches (``zip(range(n), loader)``, ``break``) has completed the pass, which counts
-    when the next one begins. Your own `set_epoch`, here or on your sampler, wins.
+    **Epochs.** A complete pass advances `epoch`, so each pass has its own order. A peek by ``next(iter(loader))`` does
+    not advance it, nor does a pass that ends early. A loop that stops at the last of several batches
+    (``zip(range(n), loader)``, ``break``) has completed the pass, which counts when the next one begins. Your own
+    `set_epoch`, here or on your sampler, wins.
 
-    **Random augmentation.** Each batch of a map-style dataset is loaded with Python's, NumPy's and torch's (CPU)
-    generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any number of
-    workers, and a resumed pass loads the same batches. Without workers this process's generators are restored:
-    loading draws nothing from them. Generators of the dataset's own are not seeded. Of a stream each batch is seeded
-    too, as rank 0's; its workers are seeded once per pass. Two loaders with one seed draw the same numbers for their
-    n-th batches: give loaders that are iterated side by side different seeds.
+    **Random augmentation.** Each batch of a map-style dataset is loaded with the Python, NumPy and torch (CPU)
+    generators seeded from (seed, epoch, rank, batch). So ranks draw different numbers, a run is reproducible with any
+    number of workers, and a resumed pass loads the same batches. Without workers, this process's random states are
+    restored afterwards. The dataset's own generators are not seeded. For a stream each batch is seeded as rank 0's, and
+    workers are seeded once per pass. Two loaders with one seed draw the same numbers for their n-th batches: use
+    different seeds for loaders that are iterated side by side.
 
-    Rank and world size are read on iteration, so a loader made in a notebook is valid in the ranks it is sent to.
+    Rank and world size are looked up on iteration, so a loader created in the notebook also works in the ranks.
 
     Attributes:
-        is_padding: Whether the latest batch repeats a sample that another rank has.
-        is_last: Whether it is the last of its pass.
-        remaining: Batches left in the pass when it was yielded, including it; None if the loader has no length.
-        own_samples: Samples in the latest batch that no other rank has; 0 if `all_samples` is.
+        is_padding: Whether the latest batch repeats another rank's sample.
+        is_last: Whether the latest batch is the last of its pass.
+        remaining: Batches left in the pass, including the latest one; None if the loader has no length.
+        own_samples: Samples in the latest batch that no other rank has; 0 if `all_samples` is 0.
         all_samples: Samples in the latest batches of all ranks, each counted once; 0 if unknown.
         observer: Notified about passes.
-        copies: Consecutive ranks that get the same part.
+        copies: Number of consecutive ranks that get the same part.
     """
 
     is_padding: bool = False
@@ -286,10 +285,10 @@ class ShardedLoader(DataLoader[T_co]):
 
     @property
     def sample_weight(self) -> float:
-        """Factor for the mean loss of the latest batch, so that every sample of all ranks' batches counts the same.
+        """Weight of the latest batch's mean loss, so that every sample counts the same across ranks.
 
-        DistributedDataParallel averages the ranks' gradients, and batches of different sizes need the weight. It is 1
-        for equal sizes, and where the other ranks' sizes are unknown.
+        DistributedDataParallel averages the ranks' gradients regardless of batch sizes. The weight is 1 if the sizes
+        are equal, or if the other ranks' sizes are unknown.
         """
         return self.own_samples * self.place.size / self.all_samples if self.all_samples else 1.0
 
@@ -392,7 +391,7 @@ class ShardedLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ sizes
     def __len__(self) -> int:
-        """Return how many batches this rank gets in a pass."""
+        """Return the number of this rank's batches in a pass."""
         ranks = self.place.size
         if self._is_stream:
             size = len(self.dataset)  # type: ignore[arg-type]  # a stream may have a length
@@ -413,7 +412,7 @@ class ShardedLoader(DataLoader[T_co]):
 
     @property
     def total(self) -> int | None:
-        """How many samples all ranks together get in a pass, each counted once; None if unknown."""
+        """Number of samples of all ranks in a pass, each counted once; None if unknown."""
         if not self._is_stream:
             return source_of(self).total(self.place.size)
         if self.batch_size is None or not hasattr(self.dataset, "__len__"):
@@ -424,7 +423,7 @@ class ShardedLoader(DataLoader[T_co]):
     # ------------------------------------------------------------------ epochs
     @property
     def seed(self) -> int:
-        """The seed of the order: its own, else that of `seed_everything`, else 0."""
+        """Seed of the sample order: the loader's own, else that of `seed_everything`, else 0."""
         return default_seed() if self._seed is None else self._seed
 
     @property
@@ -445,9 +444,9 @@ class ShardedLoader(DataLoader[T_co]):
         """Return the position in the pass; the same on all ranks.
 
         Returns:
-            ``epoch``; ``batches`` that this rank has taken; ``samples`` that all ranks have taken (batches of the
-            user's own batch sampler, 0 with a sampler that shards already); ``seed``; ``world_size``; ``batch_size``;
-            ``num_workers`` that read a stream (0 for a map-style dataset).
+            A dict with ``epoch``; ``batches`` taken by this rank; ``samples`` taken by all ranks (batches for a custom
+            batch sampler, 0 for a sampler that already shards); ``seed``; ``world_size``; ``batch_size``; and
+            ``num_workers`` (0 for a map-style dataset).
         """
         self._follow_samplers()
         now, ended = self._progress, self._progress.ended
@@ -462,14 +461,14 @@ class ShardedLoader(DataLoader[T_co]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from a `state_dict`: passes of its epoch begin there.
+        """Resume from a `state_dict`: passes of its epoch begin at its position.
 
-        With another number of ranks or another batch size the remaining samples are divided again: none is lost or
-        repeated. If that cannot be (a sampler that shards already, a stream that workers read, another batch size of
-        the user's own batch sampler, another number of workers of a stream), the next pass raises an ArgumentError.
-        A state without ``world_size`` is taken to be of this division.
+        With another number of ranks or another batch size the remaining samples are divided again; none is lost or
+        repeated. If that is impossible, the next pass raises an ArgumentError: for a sampler that already shards, a
+        stream read by workers, or a custom batch sampler with another batch size. A state without ``world_size`` is not
+        checked.
 
-        Of a map-style dataset nothing is loaded again; a stream is read again up to that position.
+        Skipped batches of a map-style dataset are not loaded. A stream is read again up to the position.
         """
         self._seed = checked_seed(state["seed"])
         self._progress.resume(state["epoch"], state["batches"], state.get("samples", 0))
@@ -481,9 +480,9 @@ class ShardedLoader(DataLoader[T_co]):
         return {**self.state_dict(), "batches": self._progress.start, "samples": self._progress.start_samples}
 
     def begin_at(self, batches: int) -> None:
-        """Begin the next pass after this many batches of this rank; later passes are whole.
+        """Begin the next pass after this many batches of this rank; later passes are complete.
 
-        A loaded position stays if it stands there, or if another number of ranks took its batches.
+        A loaded position is kept if it is the same, or if another number of ranks took its batches.
         """
         self._follow_samplers()
         now, before = self._progress, self._loaded
@@ -509,14 +508,13 @@ class ShardedLoader(DataLoader[T_co]):
         if before.num_workers or now.num_workers:
             reason = "workers read this stream"
         elif yields == "own part" or (yields and not self._progress.start_samples):  # counted in all other cases
-            reason = "its sampler divides the data among the ranks itself"
+            reason = "its sampler shards the data itself"
         elif yields == "batches" and before.batch_size != now.batch_size:
             reason = "its batch sampler makes the batches itself"
         if reason:
             raise ArgumentError(
-                f"the loader's state was taken with {before}, and this is {now}: as {reason}, the orders differ, and "
-                "samples would be lost or repeated. Resume with the same values, or begin the next epoch: "
-                f"set_epoch({self.epoch + 1})"
+                f"the loader's state was saved with {before}, but it now has {now}, and {reason}: samples would be "
+                f"lost or repeated. Resume with the same values, or begin the next epoch: set_epoch({self.epoch + 1})"
             )
 
     def _set_sampler_epochs(self) -> None:
@@ -545,31 +543,31 @@ def shard(
     move: Callable[[Any], Any] | None = None,
     copies: int | None = None,
 ) -> ShardedLoader[T_co]:
-    """Give each rank its part of a DataLoader: every sample once, equally many batches on every rank.
+    """Shard a DataLoader: every sample comes once, and all ranks get the same number of batches.
 
-    So DDP cannot hang, and counts over the ranks are exact. `ShardedLoader` describes how the data is divided.
+    So DDP cannot hang, and counts over the ranks are exact. See `ShardedLoader` for how the data is divided.
 
     Args:
-        loader: Any ``torch.utils.data.DataLoader``; all its arguments are kept. A `ShardedLoader` comes back itself,
+        loader: Any ``torch.utils.data.DataLoader``; all its arguments are kept. A `ShardedLoader` is returned itself,
             with the other arguments set.
-        seed: Seed of the order, 0 to 2**32 - 1. Default: that of `seed_everything`, else 0.
-        dispatch: For iterable datasets. True or None: rank 0 reads, and sends each rank its part. False: every rank
-            reads everything, which must be the same on each, and keeps its part: for streams that are cheap to read.
-        move: Called on each batch before it is yielded. Default: batches stay where they are.
-        copies: Consecutive ranks that get the same part, as ranks that divide layers need. Default 1.
+        seed: Seed of the sample order, 0 to 2**32 - 1. Default: that of `seed_everything`, else 0.
+        dispatch: For iterable datasets. True or None: rank 0 reads and sends each rank its part. False: every rank
+            reads the whole stream and keeps its part, for streams that are cheap to read and the same on every rank.
+        move: Function applied to each batch before it is yielded. Default: none.
+        copies: Number of consecutive ranks that get the same part, such as a tensor-parallel group. Default 1.
 
     Raises:
-        ArgumentError: `loader` is not a DataLoader, `seed` or `copies` is out of range, or with `copies` a sampler
-            gives each rank a part of its own.
+        ArgumentError: `loader` is not a DataLoader, `seed` or `copies` is out of range, or a sampler gives each of
+            the `copies` ranks another part.
     """
     given: object = loader
     if not isinstance(given, DataLoader):
         kind = type(given).__name__
-        raise ArgumentError(f"loader={loader!r:.80}: must be a torch.utils.data.DataLoader, and is a {kind}")
+        raise ArgumentError(f"loader={loader!r:.80}: must be a torch.utils.data.DataLoader, not a {kind}")
     if not issubclass(type(given), DataLoader):  # isinstance believes __class__, which accelerate overrides
         raise ArgumentError(
-            f"loader is a {type(given).__name__}, already divided by accelerate, which repeats samples so that every "
-            "rank has equally many: give the DataLoader from before prepare"
+            f"loader is a {type(given).__name__} prepared by accelerate, which already shards it and may repeat "
+            "samples: pass the original DataLoader"
         )
     sharded = loader if isinstance(loader, ShardedLoader) else ShardedLoader(loader)
     sharded.adjust(seed, dispatch, move, copies)
@@ -587,21 +585,18 @@ def agreed_seed(loader: DataLoader[Any]) -> int | None:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Begin the next pass over a loader at batch `num_batches`; later passes are whole.
+    """Skip the first `num_batches` batches of the next pass over a loader. Later passes are complete.
 
-    The number counts from the beginning of the pass, also after `Accelerator.load_state`, which moves prepared loaders
-    to where they were: a script that loads the state *and* skips the batches that its step count names skips them
-    once, and a script that only loads the state continues at the same batch. The epoch is the one where the loader
-    stands: that of the loaded state, or of ``set_epoch``. (Setting the epoch of the loaded state changes nothing.)
-
-    Prepared loaders of map-style datasets load nothing of what is skipped.
+    The number counts from the beginning of the pass. `Accelerator.load_state` already resumes prepared loaders at their
+    batch, and skipping these batches again has no effect. The epoch remains that of the loaded state or of
+    ``set_epoch``. Prepared loaders do not load the skipped batches of a map-style dataset.
 
     Args:
         dataloader: A prepared loader, a `ShardedLoader`, a `Prefetcher` of one, or any other DataLoader.
-        num_batches: Batches of each rank.
+        num_batches: Number of batches of each rank.
 
     Returns:
-        The same loader; of a loader that is not sharded an iterator over the rest.
+        The same loader, or an iterator over the remaining batches if the loader is not sharded.
 
     Raises:
         ArgumentError: `num_batches` is not a whole number of at least 0.
@@ -615,21 +610,20 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 # ------------------------------------------------------------------ copied ahead
 class Prefetcher:
-    """A loader's batches on a device, copied there while earlier ones are in use.
+    """Copies a loader's batches to a device ahead of time.
 
-    On CUDA batches are copied on a separate stream, `depth` batches ahead. The computing stream waits for the copy,
-    and ``record_stream`` keeps the allocator from reusing the memory too early. Copies overlap with computation only
-    from pinned memory: give the loader ``pin_memory=True``. On other devices batches are moved on demand, and nothing
-    is read ahead.
+    On CUDA batches are copied on a separate stream, `depth` batches ahead. The compute stream waits for each copy, and
+    ``record_stream`` keeps the allocator from reusing the memory too early. Copies overlap with computation only from
+    pinned memory: set ``pin_memory=True`` on the loader. On other devices batches are moved on demand.
 
-    It replaces its loader, and has its attributes. A ``ShardedLoader``'s `is_padding`, `is_last`, `epoch` and
-    `state_dict` describe the batch that was yielded, not those read ahead, so an Accelerator that prepared the loader
-    counts right: prepare the loader, then wrap it.
+    Use it in place of its loader: it has the loader's attributes. For a ``ShardedLoader``, `is_padding`, `is_last`,
+    `epoch` and `state_dict` describe the yielded batch, not those read ahead. With an Accelerator, prepare the loader
+    first, then wrap it.
 
     Args:
         loader: Yields batches, any pytrees of tensors: a ``ShardedLoader``, a DataLoader, any iterable.
         device: The target device.
-        depth: Number of batches to copy ahead, at least 1; each takes its memory on the device.
+        depth: Number of batches to copy ahead, at least 1; each uses device memory.
 
     Raises:
         ArgumentError: `depth` is not a whole number of at least 1.

@@ -54,9 +54,9 @@ class Mean:
         """Add a value of this rank.
 
         Args:
-            value: A number, or a tensor, whose elements are the values.
-            count: Number of samples that each value stands for: the batch's size for a loss that is a mean over the
-                batch. With 0 nothing is added, not even a NaN.
+            value: A number or a tensor of numbers.
+            count: Weight of each value: the batch size for a loss that is a mean over the batch. With 0 the value is
+                ignored, even if it is NaN.
 
         Raises:
             ArgumentError: `count` is not a whole number, or is negative.
@@ -76,7 +76,7 @@ class Mean:
     def compute(self) -> float:
         """Return the mean over all ranks, the same on each; NaN if no rank has a value. A collective.
 
-        A NaN among the values makes it NaN, as do infinities of both signs; infinities of one sign make it infinite.
+        NaN and infinite values propagate as in a sum of floats.
         """
         sums, nonfinite, counts = zip(*exchange((self._sum, self._nonfinite, self._count)), strict=True)
         self.count = sum(counts)
@@ -102,26 +102,26 @@ class Mean:
 
 
 class Accuracy:
-    """The share of correct predictions: two integers, summed over all ranks, and one division.
+    """The fraction of correct predictions, exact over all ranks.
 
     Args:
         top_k: A prediction is correct if the target is among the `top_k` classes with the highest scores.
-        threshold: For binary outputs (of the target's shape, floating): a value above it is a 1. Use 0.5 for
-            probabilities and 0 for logits. Default: none; such outputs are refused, because they may be either.
-        ignore_index: Targets with this value are not counted. Default: all count.
+        threshold: For binary outputs (floats in the target's shape): a value above it predicts 1. Use 0.5 for
+            probabilities and 0 for logits. Default: none, and such outputs raise an ArgumentError.
+        ignore_index: Targets with this value are ignored. Default: none.
 
     Attributes:
         correct: Number of correct predictions on all ranks, at the last `compute`.
         count: Number of predictions on all ranks, at the last `compute`.
 
     Raises:
-        ArgumentError: `top_k` is less than 1, or more than 1 along with a `threshold`.
+        ArgumentError: `top_k` is less than 1, or greater than 1 with a `threshold`.
     """
 
     def __init__(self, top_k: int = 1, threshold: float | None = None, ignore_index: int | None = None) -> None:
         whole_number("top_k", top_k, least=1)
         if top_k > 1 and threshold is not None:
-            raise ArgumentError(f"top_k={top_k} with threshold={threshold}: a binary output has no {top_k} best")
+            raise ArgumentError(f"top_k={top_k}, threshold={threshold}: binary outputs need top_k=1")
         self.top_k, self.threshold, self.ignore_index = top_k, threshold, ignore_index
         self._correct: Tensor | int = 0
         self._counted: Tensor | int = 0
@@ -132,7 +132,7 @@ class Accuracy:
 
         Args:
             output: Scores of C classes, (N, C) or (N, C, ...); or predicted labels (integers) in the target's shape; or
-                binary outputs (floats, with a `threshold`) in the target's shape, or with one column more.
+                binary outputs (floats, with a `threshold`) in the target's shape, or with a last dimension of 1.
             target: Labels, (N,) or (N, ...).
 
         Raises:
@@ -142,7 +142,7 @@ class Accuracy:
         if not all(isinstance(value, Tensor) for value in given):
             raise ArgumentError(
                 f"output is a {type(output).__name__} and target a {type(target).__name__}: Accuracy takes tensors. "
-                "If the model returns more than its scores, give evaluate step=lambda model, batch: (scores, target)"
+                "If the model returns more than scores, pass evaluate step=lambda model, batch: (scores, target)"
             )
         target = target.detach().to(output.device)
         is_correct = self._is_correct(output.detach(), target)
@@ -174,18 +174,18 @@ class Accuracy:
                 return output.argmax(dim=1) == target
             return (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(dim=1)
         raise ArgumentError(
-            f"output has the shape {tuple(output.shape)} ({output.dtype}) and target {tuple(target.shape)}: "
+            f"output has shape {tuple(output.shape)} ({output.dtype}) and target {tuple(target.shape)}: "
             + self._advice(output, target)
         )
 
     def _advice(self, output: Tensor, target: Tensor) -> str:
         if self.threshold is not None:
-            return f"with threshold={self.threshold} they must be equal"
+            return f"with threshold={self.threshold} the shapes must be equal"
         if self.top_k > 1:
-            return f"top_k={self.top_k} takes scores of at least {self.top_k} classes, (N, C) with (N,)"
+            return f"top_k={self.top_k} needs scores (N, C) of at least {self.top_k} classes, with labels (N,)"
         if output.shape in (target.shape, (*target.shape, 1)):
-            return "give Accuracy(threshold=0.5) for probabilities of a binary output, threshold=0 for its logits"
-        return "give scores (N, C) with labels (N,), scores (N, C, ...) with (N, ...), or labels of one shape"
+            return "for binary outputs use Accuracy(threshold=0.5) with probabilities, threshold=0 with logits"
+        return "pass scores (N, C) with labels (N,), scores (N, C, ...) with labels (N, ...), or labels of equal shape"
 
 
 class FromTorchmetrics:
@@ -200,12 +200,12 @@ class FromTorchmetrics:
         metric: A ``torchmetrics.Metric`` whose value is one number. For per-class values choose an ``average``.
 
     Raises:
-        ArgumentError: `metric` is something else, such as a MetricCollection: use a dict of metrics.
+        ArgumentError: `metric` is not a single metric. Use a dict of metrics instead of a MetricCollection.
     """
 
     def __init__(self, metric: Any) -> None:
         if not all(hasattr(metric, name) for name in ("update", "compute", "metric_state", "distributed_available_fn")):
-            raise ArgumentError(f"metric={metric!r:.80}: give one torchmetrics.Metric; for several, a dict of them")
+            raise ArgumentError(f"metric={metric!r:.80}: must be a torchmetrics.Metric; for several use a dict of them")
         self.metric = metric
         self.name = type(metric).__name__.lower()
 
@@ -232,7 +232,7 @@ class FromTorchmetrics:
             warnings.filterwarnings("ignore", r"The ``compute`` method of metric .* was called before the ``update``")
             value = whole.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ArgumentError(f"{type(whole).__name__} gives {value!r:.80}, not one number: set its average=")
+            raise ArgumentError(f"{type(whole).__name__} returned {value!r:.80}, not one number: set its average=")
         return float(value)
 
     def reset(self) -> None:

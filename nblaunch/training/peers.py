@@ -63,8 +63,8 @@ class _PanelCallback(_Bars):
     ``logging_steps``. Each rank shows the progress of its training and evaluation.
 
     Args:
-        all_ranks: Report the numbers of every rank. Default: of rank 0 only, because transformers averages the
-            loss over the ranks and gathers evaluation results, so all ranks log the same.
+        all_ranks: Report the numbers of every rank. Default: of rank 0 only, because all ranks log the same:
+            transformers averages the loss and gathers evaluation results.
 
     Outside a launch it does nothing.
     """
@@ -107,8 +107,8 @@ class _PanelLogger:
     and ``pytorch_lightning``, whichever is imported first.
 
     Args:
-        all_ranks: Report the numbers of every rank. Default: of rank 0 only, as lightning's own loggers do; these
-            are of rank 0's batches, unless they are logged with ``sync_dist=True``.
+        all_ranks: Report the numbers of every rank. Default: of rank 0 only, as in lightning's own loggers: they
+            describe rank 0's batches, unless they are logged with ``sync_dist=True``.
 
     Outside a launch it does nothing. It writes no files, so checkpoints go to the Trainer's ``default_root_dir``.
     """

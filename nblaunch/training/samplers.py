@@ -61,13 +61,14 @@ _CHUNK_SIZE = 2**16
 
 
 class RankSampler(Sampler[T], Generic[T]):
-    """Base of the samplers: a rank, an epoch, and passes that can be resumed.
+    """Base class of the samplers: rank, epoch and resumable passes.
 
-    The order depends on (seed, epoch) alone and is the same for all ranks; each takes its part. A complete pass
-    advances `epoch`, so the next pass has an order of its own; a peek at the first index does not, and `set_epoch`
-    wins. A plain DataLoader with workers reads its sampler ahead, so these count what was requested from the workers.
-    `nblaunch.training.shard` counts what was consumed: with it a peek never completes a pass, and a loop that stops at
-    the last batch, such as ``zip(range(n), loader)``, does.
+    The order depends on (seed, epoch) alone and is the same on all ranks; each takes its part. A complete pass advances
+    `epoch`, so the next pass has its own order; a peek at the first index does not. Your own `set_epoch` wins.
+
+    A plain DataLoader with workers reads its sampler ahead, so the sampler counts requested indices. With
+    `nblaunch.training.shard` it counts consumed ones: a peek never completes a pass, and a loop that stops at the last
+    batch, such as ``zip(range(n), loader)``, does.
 
     Args:
         num_replicas: Number of ranks that share the data. Default: the world size at iteration.
@@ -119,11 +120,11 @@ class RankSampler(Sampler[T], Generic[T]):
         self._progress.move_to(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the pass; the same on all ranks that have yielded equally many.
+        """Return the position in the pass, the same on all ranks that have yielded equally many indices.
 
         Returns:
-            ``seed``; ``epoch``; ``position``, the indices (or batches) that this rank has yielded; ``samples``, those
-            that all ranks have; ``num_replicas``.
+            A dict with ``seed``; ``epoch``; ``position``, the number of indices (or batches) yielded by this rank;
+            ``samples``, by all ranks; and ``num_replicas``.
         """
         epoch, now, ranks = self.epoch, self._progress, self.num_replicas
         if now.start and now.done == now.start:
@@ -132,9 +133,9 @@ class RankSampler(Sampler[T], Generic[T]):
         return {"seed": self.seed, "epoch": epoch, "position": now.done, "samples": taken, "num_replicas": ranks}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from a `state_dict`: passes of its epoch yield only the rest.
+        """Resume from a `state_dict`: passes of its epoch yield only the remaining indices.
 
-        With another number of ranks the rest is divided again, and none of it is lost or repeated.
+        With another number of ranks they are divided again; none is lost or repeated.
         """
         self._seed = checked_seed(state["seed"])
         self._loaded_for = state["num_replicas"]
@@ -180,15 +181,15 @@ def _in_chunks(indices: torch.Tensor) -> Iterator[int]:
 
 
 class ExactDistributedSampler(_IndexSampler):
-    """Each index on exactly one rank: nothing is padded, as torch's ``DistributedSampler`` does, or dropped.
+    """Yields each index on exactly one rank. Unlike torch's ``DistributedSampler`` it neither pads nor drops any.
 
-    So a metric over all ranks is exact. Ranks differ by at most one index; a rank may get none. The numbers of
-    *batches* may differ too, and DDP would hang: train with ``shard(loader)`` instead.
+    So a metric over all ranks is exact. Ranks differ by at most one index; a rank may get none. The number of *batches*
+    may differ too, and DDP would hang: for training use ``shard(loader)``.
 
     Args:
         dataset_or_length: The dataset, or its number of samples.
-        shuffle: Whether each epoch has a random order of its own.
-        num_replicas: As in `RankSampler`, like `rank` and `seed`.
+        shuffle: Whether to shuffle, in another order for each epoch.
+        num_replicas: See `RankSampler`, also for `rank` and `seed`.
 
     Raises:
         ArgumentError: A number is out of range.
@@ -213,19 +214,19 @@ class ExactDistributedSampler(_IndexSampler):
 
 
 class DistributedWeightedSampler(_IndexSampler):
-    """Indices drawn with probabilities proportional to weights, divided among the ranks.
+    """Draws indices with probabilities proportional to weights, and divides them among the ranks.
 
-    Drawn once for all ranks, in float64 and for any number of weights (``torch.multinomial``, and so torch's
-    ``WeightedRandomSampler``, is limited to 2**24); each rank takes every `num_replicas`-th. With replacement: by
-    inverting the cumulative weights. Without: by the smallest keys E/weight, E exponential, which equals drawing one
-    after another from the rest (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
+    All ranks draw the same indices in float64, and each takes every `num_replicas`-th. The number of weights is not
+    limited (``torch.multinomial``, and so ``WeightedRandomSampler``, takes at most 2**24). With replacement, the
+    cumulative weights are inverted. Without, the smallest keys E/weight are taken, E exponential, which is equivalent
+    to successive draws (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
 
     Args:
         weights: One per sample, 1-D: a tensor, array or sequence of finite numbers of at least 0, not all 0.
             They need not add up to 1. An index of weight 0 is never drawn.
         num_samples: Draws in a pass, over all ranks. Default: the number of weights.
-        replacement: Whether an index may come more than once in a pass.
-        num_replicas: As in `RankSampler`, like `rank` and `seed`.
+        replacement: Whether an index may be drawn more than once in a pass.
+        num_replicas: See `RankSampler`, also for `rank` and `seed`.
 
     Raises:
         ArgumentError: Weights or a number are out of range; or without replacement there are more draws than positive
@@ -269,37 +270,37 @@ def _checked_weights(given: Any) -> torch.Tensor:
     try:
         weights = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"weights={given!r:.80}: must be numbers, one for each sample ({error})") from error
+        raise ArgumentError(f"weights={given!r:.80}: must be numbers, one per sample ({error})") from error
     if weights.ndim != 1 or not len(weights):
-        raise ArgumentError(f"weights has the shape {tuple(weights.shape)}: must be 1-D with at least one weight")
+        raise ArgumentError(f"weights has shape {tuple(weights.shape)}: must be 1-D and not empty")
     wrong = ~(weights.isfinite() & (weights >= 0))
     if wrong.any():
         place = int(wrong.to(torch.uint8).argmax())
         raise ArgumentError(f"weights[{place}]={weights[place].item()}: must be finite and at least 0")
     if not weights.any():
-        raise ArgumentError(f"weights: all {len(weights)} are 0: give at least one sample a positive weight")
+        raise ArgumentError(f"weights: all {len(weights)} are 0: at least one must be positive")
     return weights
 
 
 class ClassBalancedBatchSampler(RankSampler[list[int]]):
-    """Batches of indices with equally many of each class, on every rank: ``DataLoader(data, batch_sampler=this)``.
+    """Yields batches with equally many samples of each class, on every rank: ``DataLoader(data, batch_sampler=...)``.
 
-    Batches, and ranks, share no sample until a class is exhausted. All ranks get equally many batches. When a class
-    is exhausted:
+    Batches, and ranks, share no sample until a class is exhausted. All ranks get the same number of batches. When a
+    class is exhausted:
 
     * ``short="repeat"`` (default): the pass lasts until the largest class is exhausted. Smaller classes begin again,
-      reshuffled, so their samples come several times (oversampling). The largest class may repeat samples too, to fill
-      its last batches.
-    * ``short="stop"``: the pass ends before the smallest class would repeat a sample. No sample comes twice, and larger
-      classes are not exhausted. Another epoch takes other samples of them.
+      reshuffled, so their samples are repeated (oversampling). The largest class may also repeat samples, to fill its
+      last batches.
+    * ``short="stop"``: the pass ends before the smallest class would repeat a sample. No sample is repeated, and only a
+      part of the larger classes is used, another one in each epoch.
 
     Args:
         labels: The class of each sample: a tensor, array or sequence of hashable objects, or of tensors of one number.
         batch_size: Samples in one rank's batch; a multiple of the number of classes.
-        shuffle: Whether each epoch has an order of its own. Otherwise samples come in the dataset's order, and a batch
-            is ordered by class.
+        shuffle: Whether each epoch has its own order. Otherwise samples keep the dataset's order, and a batch is
+            ordered by class.
         short: What to do when a class is exhausted, as above.
-        num_replicas: As in `RankSampler`, like `rank` and `seed`.
+        num_replicas: See `RankSampler`, also for `rank` and `seed`.
 
     Raises:
         ArgumentError: `batch_size` is not a multiple of the number of classes; `short` has another value; a label is
@@ -325,8 +326,8 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
         if rest:
             near = sorted({max(classes, batch_size - rest), batch_size + classes - rest})
             raise ArgumentError(
-                f"batch_size={batch_size}: must be a multiple of the {classes} classes in labels, so that each has "
-                f"equally many samples in every batch: use {' or '.join(map(str, near))}"
+                f"batch_size={batch_size}: must be a multiple of the number of classes in labels, {classes}: use "
+                f"{' or '.join(map(str, near))}"
             )
 
     def __len__(self) -> int:
@@ -342,9 +343,9 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
         place, generator = self._place(), derived_generator(self.seed, self.epoch)
         if self._progress.start_samples and self._loaded_for != place.size:
             raise ArgumentError(
-                f"the sampler's state was taken with num_replicas={self._loaded_for}, and this is {place.size}: "
-                "balanced batches depend on it, so samples would be lost or repeated. Resume with as many ranks, or "
-                f"begin the next epoch: set_epoch({self.epoch + 1})"
+                f"the sampler's state was saved with num_replicas={self._loaded_for}, but it now has {place.size}: "
+                "samples would be lost or repeated. Resume with the same number of ranks, or begin the next epoch: "
+                f"set_epoch({self.epoch + 1})"
             )
         shape = (len(self), place.size, self._per_class())
         columns = [self._draw(members, shape, generator) for members in self._members]
@@ -377,5 +378,5 @@ def _class_of(label: Any, index: int) -> Hashable:
     if not isinstance(label, torch.Tensor):
         return label  # type: ignore[no-any-return]  # the dict refuses what is not hashable
     if label.numel() != 1:
-        raise ArgumentError(f"labels[{index}] has the shape {tuple(label.shape)}: must be one class, such as an index")
+        raise ArgumentError(f"labels[{index}] has shape {tuple(label.shape)}: must be a single class, such as an index")
     return label.item()  # tensors hash by identity

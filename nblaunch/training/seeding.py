@@ -24,13 +24,13 @@ _SEED_LIMIT = 2**32
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seed Python, NumPy and torch on all devices, and set the default seed of loaders and samplers.
 
-    Workers of a loader from `nblaunch.training.shard` derive their seeds from it. On one machine, with the same
-    versions and number of ranks, a run on the CPU is then bit-equal to the one before.
+    Workers of a loader from `nblaunch.training.shard` derive their seeds from it. With the same machine, versions and
+    number of ranks, runs on the CPU are then bit-identical.
 
     Args:
-        seed: From 0 to 2**32 - 1, the same on every rank: loaders draw one order for all ranks from it.
-        deterministic: Also restrict torch to deterministic algorithms (slower; it raises if there is none) and turn
-            off cuDNN benchmarks, which GPUs need for a repeatable run.
+        seed: From 0 to 2**32 - 1, the same on every rank: all ranks derive one sample order from it.
+        deterministic: Also use only deterministic algorithms (slower; operations without one raise) and disable cuDNN
+            benchmarking. GPUs need it for reproducible runs.
 
     Returns:
         The seed.
@@ -55,9 +55,9 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_worker(worker_id: int) -> None:
-    """Seed Python and NumPy in a DataLoader's worker from torch's seed: ``worker_init_fn=seed_worker``.
+    """Seed Python and NumPy in a DataLoader worker from torch's seed: ``worker_init_fn=seed_worker``.
 
-    torch seeds its own generator in every worker. Old versions leave NumPy's the same in all of them.
+    torch seeds its own generator in every worker. In old versions NumPy's is the same in all workers.
     """
     _seed_python_and_numpy(torch.initial_seed() % _SEED_LIMIT)
 

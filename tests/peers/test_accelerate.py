@@ -117,4 +117,4 @@ def test_train_ddp_accelerate(launch: Launcher, readers_folder: Path) -> None:
 def test_evaluate_counts_exactly_beside_accelerate(launch: Launcher) -> None:
     for counted, refused in launch(evaluated_exactly):
         assert counted == 7
-        assert "DataLoaderShard, already divided by accelerate" in refused
+        assert "DataLoaderShard prepared by accelerate" in refused

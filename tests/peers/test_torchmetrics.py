@@ -105,5 +105,5 @@ def test_a_value_for_each_class_is_refused() -> None:
 
     metric = FromTorchmetrics(MulticlassAccuracy(4, average=None))
     metric.update(*samples().tensors)
-    with pytest.raises(ArgumentError, match=r"MulticlassAccuracy gives tensor\(.*not one number: set its average="):
+    with pytest.raises(ArgumentError, match=r"MulticlassAccuracy returned tensor\(.*not one number: set its average="):
         metric.compute()

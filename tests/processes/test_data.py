@@ -143,7 +143,7 @@ def check_streams_out_of_step() -> None:
         if dist.get_rank() == 0:
             next(second)
             continue
-        with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it equally on every rank"):
+        with pytest.raises(RuntimeError, match=r"expects batch \d of pass \d .* Take the same number on every rank"):
             next(second)
 
 

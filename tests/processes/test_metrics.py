@@ -153,7 +153,7 @@ def test_figures_are_those_of_one_process(launch: Launcher) -> None:
         assert came["uneven"] == (1 / 3, 3, 6 / 9, 9)
         assert came["own parts"] == evaluate(net(), DataLoader(samples(100), batch_size=25))
         assert came["counts"] == [99, 99, 99, 100, 96, 100, 100]
-        said = "DistributedSampler gives the ranks 102 samples of a dataset of 100, so it repeats 2"
+        said = "DistributedSampler repeats 2 of the 100 samples"
         assert all(said in refused for refused in came["refusals"])
         assert all(math.isnan(value) for value in came["nothing"])
     reported = [report for report in result.metrics if report.values.get("accuracy") == alone[0][0]["accuracy"]]

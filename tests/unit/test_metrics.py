@@ -137,16 +137,16 @@ def test_accuracy_counts_right_predictions(
             torch.rand(4, 3),
             torch.zeros(5),
             {},
-            r"output has the shape \(4, 3\).* and target \(5,\): give scores \(N, C\)",
+            r"output has shape \(4, 3\).* and target \(5,\): pass scores \(N, C\)",
         ),
         (
             torch.rand(4),
             torch.zeros(4),
             {},
-            r"\(4,\) \(torch.float32\) and target \(4,\): give Accuracy\(threshold=0.5\)",
+            r"\(4,\) \(torch.float32\) and target \(4,\): for binary outputs use Accuracy\(thr",
         ),
-        (torch.rand(4, 3), torch.zeros(4), {"top_k": 4}, "top_k=4 takes scores of at least 4 classes"),
-        (torch.rand(4, 3), torch.zeros(4), {"threshold": 0.5}, "with threshold=0.5 they must be equal"),
+        (torch.rand(4, 3), torch.zeros(4), {"top_k": 4}, r"top_k=4 needs scores \(N, C\) of at least 4"),
+        (torch.rand(4, 3), torch.zeros(4), {"threshold": 0.5}, "with threshold=0.5 the shapes must be equal"),
         ([1, 2], torch.zeros(2), {}, "output is a list and target a Tensor: Accuracy takes tensors"),
     ],
 )
@@ -161,7 +161,7 @@ def test_accuracy_names_both_shapes_where_they_do_not_fit(
     ("settings", "message"),
     [
         ({"top_k": 0}, "top_k=0: must be a whole number, at least 1"),
-        ({"top_k": 2, "threshold": 0.5}, "top_k=2 with threshold=0.5"),
+        ({"top_k": 2, "threshold": 0.5}, "top_k=2, threshold=0.5: binary outputs need top_k=1"),
     ],
 )
 def test_accuracy_refuses_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -237,7 +237,7 @@ def test_evaluate_counts_every_sample_and_puts_the_model_back() -> None:
 
 def test_evaluate_puts_the_model_back_after_an_error_too() -> None:
     model = net()
-    with pytest.raises(ArgumentError, match="give scores"):
+    with pytest.raises(ArgumentError, match="pass scores"):
         evaluate(model, [(torch.rand(2, 6), torch.zeros(3))])
     assert model.training
     assert torch.is_grad_enabled()
@@ -290,22 +290,22 @@ def joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def test_samples_that_do_not_add_up_are_an_error_with_both_numbers() -> None:
     loader = DataLoader(Pairs(), batch_size=2, collate_fn=joined)
-    with pytest.raises(RuntimeError, match=r"counted 10 samples over all ranks, but the loader has 5\. .*give size="):
+    with pytest.raises(RuntimeError, match=r"counted 10 samples over all ranks, but the loader has 5\. .*pass size="):
         evaluate(nn.Identity(), loader)
     assert evaluate(nn.Identity(), loader, size=lambda batch: len(batch[1]) // 2) == {"accuracy": 1.0}
 
 
 def test_a_batch_without_a_length_is_an_error() -> None:
-    with pytest.raises(ArgumentError, match=r"holds no tensor to count its samples by: pass size="):
+    with pytest.raises(ArgumentError, match=r"the batch has no tensor, so its size is unknown: pass size="):
         evaluate(nn.Identity(), [(torch.tensor(1.0), torch.tensor(1))], metrics={})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Mean(), "metrics: 'mean' is .*: use Accuracy"),
+        (Mean(), "metrics: 'mean' is .*: use a metric with update"),
         ({"right": Accuracy}, "metrics: 'right' is <class"),
-        ({"loss": Accuracy()}, "cannot be called 'loss': choose another name"),
+        ({"loss": Accuracy()}, "the name 'loss' is reserved: use another"),
         ("accuracy", "metrics: 'str' is 'accuracy'"),
     ],
 )
@@ -322,5 +322,5 @@ def test_figures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_non_torchmetrics_metric_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"give one torchmetrics\.Metric; for several, a dict"):
+    with pytest.raises(ArgumentError, match=r"must be a torchmetrics\.Metric; for several use a dict"):
         FromTorchmetrics(Accuracy())

@@ -325,8 +325,8 @@ def streamed(workers: int) -> DataLoader[Any]:
 @pytest.mark.parametrize(
     ("make", "make_other", "ranks", "why"),
     [
-        (exact, exact, 3, "its sampler divides"),
-        (partial(torchs, 2), partial(torchs, 1), 1, "its sampler divides"),
+        (exact, exact, 3, "its sampler shards"),
+        (partial(torchs, 2), partial(torchs, 1), 1, "its sampler shards"),
         (partial(in_batches, 4), partial(in_batches, 2), 2, "its batch sampler makes"),
         (partial(streamed, 2), partial(streamed, 0), 2, "workers read"),
     ],
@@ -349,7 +349,7 @@ def test_a_pass_does_not_go_on_where_orders_differ(
     assert [len(batch) for batch in other] == [len(batch) for batch in sharded()][1:]
     standing.at(0, ranks)
     with pytest.raises(
-        ArgumentError, match=rf"world_size=2, batch_size=4.*, and this is world_size={ranks}.*{why}.*epoch\(1\)"
+        ArgumentError, match=rf"world_size=2, batch_size=4.*, but it now has world_size={ranks}.*{why}.*epoch\(1\)"
     ):
         next(iter(resumed(sharded(make_other), state)))
 
@@ -503,7 +503,7 @@ def test_move_applies_to_each_batch_and_reshard_returns_the_loader() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"^loader=\[1, 2\]: must be a torch.utils.data.DataLoader, and is a list"):
+    with pytest.raises(ArgumentError, match=r"^loader=\[1, 2\]: must be a torch.utils.data.DataLoader, not a list"):
         shard([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^seed=-1: must be a whole number from 0"):
         shard(DataLoader(DATA), seed=-1)
