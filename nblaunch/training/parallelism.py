@@ -44,30 +44,30 @@ class MeshSizes(NamedTuple):
 @named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``.
+    """Shards a model over the ranks: ``Accelerator(parallelism=Parallelism())``.
 
-    With `shard` each rank keeps a part of every parameter, its gradient and its optimizer state, and ranks gather a
-    unit's parameters while it computes: FSDP2, torch's ``fully_shard``. With `tensor` the ranks of a group of that
-    size divide single layers, as `plan` says, and compute on the same samples. The ranks form a mesh of `replicate` ×
-    `shard` × `tensor`; consecutive ranks are a tensor group. In a single process a Parallelism has no effect.
+    With `shard` each rank keeps a part of every parameter, gradient and optimizer state, and a unit's parameters are
+    gathered while it computes: FSDP2, torch's ``fully_shard``. With `tensor`, groups of that many ranks split single
+    layers as in `plan` and compute on the same samples: tensor parallelism. The ranks form a mesh of `replicate` ×
+    `shard` × `tensor`; consecutive ranks are a tensor-parallel group. In a single process a Parallelism has no effect.
 
     Args:
-        shard: Whether parameters are divided, among all ranks that `replicate` and `tensor` leave (default). False:
-            each rank keeps whole parameters (except for what `tensor` divides).
-        replicate: Groups of ranks that each hold the whole model and exchange gradients. Default: 1, and without
-            `shard` what `tensor` leaves.
-        tensor: Ranks that divide single layers. Default 1.
-        plan: For `tensor`, by name of a module how it is divided: ``"colwise"`` (a linear layer's outputs, an
-            embedding's columns), ``"rowwise"`` (a linear layer's inputs, an embedding's rows), ``"colwise_gather"``
-            (each rank gets all outputs), ``"sequence"`` (a norm or dropout over parts of a sequence), or any
+        shard: Whether to shard parameters over all ranks left by `replicate` and `tensor` (default). False: each rank
+            keeps whole parameters, except for layers split by `tensor`.
+        replicate: Number of replicas: groups of ranks that each hold the whole model and average gradients. Default: 1;
+            without `shard`, the number of ranks divided by `tensor`.
+        tensor: Size of a tensor-parallel group. Default 1.
+        plan: For `tensor`, how to split modules, by name: ``"colwise"`` (a linear layer's outputs, an embedding's
+            columns), ``"rowwise"`` (a linear layer's inputs, an embedding's rows), ``"colwise_gather"`` (each rank gets
+            all outputs), ``"sequence"`` (a norm or dropout over parts of a sequence), or any
             ``torch.distributed.tensor.parallel.ParallelStyle``. A ``*`` stands for one part of a dotted name:
             ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.
         units: Modules whose parameters are gathered together: classes, or names of modules (with ``*``). Default: a
-            transformers model's ``_no_split_modules``, else the modules in each ``nn.ModuleList``, and of an
-            ``nn.Transformer``. The rest of the model is a unit of its own.
-        reshard_after_forward: Whether a unit's parameters are freed between forward and backward. False needs more
-            memory and gathers them once less. Default: torch's own.
-        cpu_offload: Whether parameters, gradients and optimizer states stay in the CPU's memory; for GPUs.
+            transformers model's ``_no_split_modules``, else the modules in each ``nn.ModuleList``, including those of
+            an ``nn.Transformer``. The rest of the model is a unit of its own.
+        reshard_after_forward: Whether to free a unit's parameters between forward and backward. False needs more
+            memory, but gathers once less. Default: torch's.
+        cpu_offload: Whether to keep parameters, gradients and optimizer states in CPU memory; for GPUs.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -92,16 +92,16 @@ class Parallelism:
         self._check_plan()
         self._check_units()
         if self.cpu_offload and not self.shard:
-            raise ArgumentError("cpu_offload=True, shard=False: only sharded parameters can stay on the CPU")
+            raise ArgumentError("cpu_offload=True, shard=False: only sharded parameters can be offloaded")
 
     def _check_plan(self) -> None:
         given: Any = self.plan
         if given is not None and not isinstance(given, Mapping):
-            raise ArgumentError(f"plan={given!r:.80}: must be a dict from names of modules to styles")
+            raise ArgumentError(f"plan={given!r:.80}: must be a dict from module names to styles")
         if given and self.tensor == 1:
-            raise ArgumentError("plan: there is nothing to divide with tensor=1: give tensor=2 or more")
+            raise ArgumentError("plan has no effect with tensor=1: use tensor=2 or more")
         if self.tensor > 1 and not given:
-            raise ArgumentError(f'tensor={self.tensor}, plan={given!r}: name what is divided: {{"up": "colwise"}}')
+            raise ArgumentError(f'tensor={self.tensor}, plan={given!r}: name the layers to split: {{"up": "colwise"}}')
         for name, style in (given or {}).items():
             if isinstance(style, str):
                 one_of(f"plan[{name!r}]", style, STYLES)
@@ -116,19 +116,19 @@ class Parallelism:
             raise ArgumentError(f"units={given!r:.80}: must be a list of classes or names")
         for unit in given or ():
             if not isinstance(unit, str) and not (isinstance(unit, type) and issubclass(unit, nn.Module)):
-                raise ArgumentError(f"units: {unit!r:.80} is neither a class of modules nor a name")
+                raise ArgumentError(f"units: {unit!r:.80} is neither a module class nor a name")
 
     # ------------------------------------------------------------------ sizes
     def sizes(self, world_size: int) -> MeshSizes:
         """Return the sizes of the mesh for this number of ranks."""
         if world_size % self.tensor:
-            raise ArgumentError(f"tensor={self.tensor}: does not divide the {world_size} ranks")
+            raise ArgumentError(f"tensor={self.tensor}: must divide the number of ranks, {world_size}")
         rest = world_size // self.tensor
         replicate = self.replicate or (1 if self.shard else rest)
         shard = rest // replicate if self.shard else 1
         if replicate * shard != rest:
             parts = f"replicate={replicate}, shard={self.shard}, tensor={self.tensor}"
-            raise ArgumentError(f"{parts}: their product must be the number of ranks, which is {world_size}")
+            raise ArgumentError(f"{parts}: their product must be the number of ranks, {world_size}")
         return MeshSizes(replicate, shard, self.tensor)
 
     def copies(self, world_size: int) -> int:
@@ -168,7 +168,7 @@ class Parallelism:
         for name in in_order:
             if type(parts[name]).forward is nn.Module.forward:
                 raise ArgumentError(
-                    f"units: {name} is a {type(parts[name]).__name__}, without a forward: name its parts"
+                    f"units: {name} is a {type(parts[name]).__name__}, which has no forward: name its submodules"
                 )
         return {name: parts[name] for name in sorted(in_order, key=lambda name: -name.count("."))}
 
@@ -271,20 +271,20 @@ def _check(module: nn.Module, parallelism: Parallelism, device: torch.device, pr
     is_fully_sharded = parallelism.sizes(world().size).is_fully_sharded
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            raise ArgumentError(f"prepare: the {kind} is on the meta device, without values: make it on the CPU")
+            raise ArgumentError(f"prepare: the {kind} is on the meta device and has no values: create it on the CPU")
         if isinstance(parameter, nn.UninitializedParameter):
-            raise ArgumentError(f"prepare: {name} of the {kind} has no shape yet: call the module once before")
+            raise ArgumentError(f"prepare: {name} of the {kind} is uninitialized: call the module once first")
         if parameter in _replacements:
             raise ArgumentError(
-                f"prepare: {name} of the {kind} is also a parameter of a module that the ranks have divided: "
-                "make both parts of one module, and prepare that"
+                f"prepare: {name} of the {kind} is also a parameter of a sharded module: prepare one module that has "
+                "both as its parts"
             )
         if is_fully_sharded and parameter.dim() == 0:
             raise ArgumentError(
-                f"prepare: {name} of the {kind} is a scalar, which cannot be sharded: make it of shape [1]"
+                f"prepare: {name} of the {kind} is a scalar, which cannot be sharded: give it shape [1]"
             )
     if parallelism.cpu_offload and device.type == "cpu":
-        raise ArgumentError("cpu_offload=True: the ranks compute on the CPU, so there is nothing to offload")
+        raise ArgumentError("cpu_offload=True needs GPUs, but the ranks compute on the CPU")
     if precision == "fp16" and parallelism.tensor > 1:
         raise ArgumentError(f'mixed_precision="fp16", tensor={parallelism.tensor}: use "bf16", which needs no scaler')
 
@@ -310,8 +310,8 @@ def _check_tied(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
         earlier, its_unit = places.setdefault(parameter, (name, unit))
         if unit != its_unit:
             raise ArgumentError(
-                f"units: {earlier} and {name} are one parameter, and lie in different units ({its_unit or 'the rest'} "
-                f"and {unit or 'the rest'}): choose units=... that hold both or neither"
+                f"units: {earlier} and {name} are the same parameter, but in different units ({its_unit or 'the rest'} "
+                f"and {unit or 'the rest'}): use units that hold both or neither"
             )
 
 
@@ -369,7 +369,7 @@ def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> No
         attribute = {"colwise": "out_features", "rowwise": "in_features"}.get(str(style), "")
         size = getattr(layer, attribute, 0)  # embeddings have neither
         if size % mesh.size():
-            raise ArgumentError(f"plan: {name} has {attribute}={size}, which tensor={mesh.size()} does not divide")
+            raise ArgumentError(f"plan: {name} has {attribute}={size}, not divisible by tensor={mesh.size()}")
         styles[name] = _style(layer, style)
     parallelize_module(module, mesh, styles)
     now = dict(module.named_parameters(remove_duplicate=False))
@@ -379,8 +379,8 @@ def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> No
             other = now[name].requires_grad_(before.requires_grad)  # torch 2.8 makes it trainable
             if getattr(other, "placements", None) != getattr(first, "placements", None):
                 raise ArgumentError(
-                    f"plan: {tied[0]} and {name} are one parameter, and the plan divides them differently: an "
-                    'embedding by "rowwise" and the linear layer by "colwise" are alike'
+                    f"plan: {tied[0]} and {name} are the same parameter, but would be split differently: use "
+                    '"rowwise" for an embedding and "colwise" for its linear layer'
                 )
             if other is not first:
                 owner, _, attribute = name.rpartition(".")

@@ -444,49 +444,49 @@ def test_what_cannot_be_divided_says_why(on_ranks: Launcher) -> None:
         for call, part in (
             (
                 lambda: prepare(Parallelism(tensor=2, plan={"0": "colwise"}), nn.Sequential(layer)),
-                "plan: 0 has out_features=3, which tensor=2 does not divide",
+                "plan: 0 has out_features=3, not divisible by tensor=2",
             ),
             (
                 lambda: prepare(Parallelism(tensor=2, plan={"tokens": "rowwise"}), tied),
-                "plan: tokens.weight and head.weight are one parameter, and the plan divides them differently",
+                "plan: tokens.weight and head.weight are the same parameter, but would be split differently",
             ),
             (
                 lambda: prepare(Parallelism(units=["tokens", "layers.*"]), Model(tied=True)),
-                "tokens.weight and head.weight are one parameter, and lie in different units (tokens and the rest)",
+                "tokens.weight and head.weight are the same parameter, but in different units (tokens and the rest)",
             ),
-            (lambda: prepare(Parallelism(cpu_offload=True), layer), "cpu_offload=True: the ranks compute on the CPU"),
+            (lambda: prepare(Parallelism(cpu_offload=True), layer), "cpu_offload=True needs GPUs"),
             (lambda: prepare(Parallelism(), empty), "prepare: the Linear is on the meta device"),
             (
                 lambda: prepare(Parallelism(), rows),
-                "prepare: the layers of the Sequential are divided already, and parallelism would not exchange",
+                "prepare: the Sequential is already tensor-parallel, and its gradients would not",
             ),
             (
                 lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
                 'mixed_precision="fp16", tensor=2',
             ),
-            (save, "save: obj holds tensors that the ranks divide"),
+            (save, "save: obj holds sharded tensors"),
             (
                 lambda: prepare(
                     Parallelism(), first, torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
                 ),
-                "the SGD has a parameter of shape [2, 2] that belongs to no module that the ranks have divided",
+                "the SGD has a parameter of shape [2, 2] that is in no sharded module",
             ),
             (
                 lambda: prepare(Parallelism(), trunk, sharer),
-                "weight of the Linear is also a parameter of a module that the ranks have divided",
+                "weight of the Linear is also a parameter of a sharded module",
             ),
             (
                 lambda: prepare(Parallelism(), nn.Sequential(trunk, nn.Linear(2, 2))),
-                "the ranks have divided a part of the Sequential, and not its 1.weight",
+                "the Sequential is sharded only in part, 1.weight is not",
             ),
             (
                 lambda: prepare(Parallelism(), scalar),
-                "bias of the Linear is a scalar, which cannot be sharded: make it of shape [1]",
+                "bias of the Linear is a scalar, which cannot be sharded: give it shape [1]",
             ),
-            (lambda: prepare(Parallelism(), nn.LazyLinear(2)), "weight of the LazyLinear has no shape yet"),
+            (lambda: prepare(Parallelism(), nn.LazyLinear(2)), "weight of the LazyLinear is uninitialized"),
             (
                 lambda: prepare(Parallelism(units=["layers"]), Model()),
-                "units: layers is a ModuleList, without a forward",
+                "units: layers is a ModuleList, which has no forward",
             ),
             (
                 lambda: prepare(Parallelism(), nn.Linear(2 + rank, 2, bias=False)),
