@@ -60,7 +60,7 @@ class FitDisplay:
         if not (math.isfinite(loss) or self._has_warned):
             self._has_warned = True
             warn(
-                f"the loss is {loss} at step {step} on rank {world().rank}, and training goes on: check that batch, "
+                f"the loss is {loss} at step {step} on rank {world().rank}, and training continues: check that batch, "
                 "lower the learning rate, or set TrainConfig(max_grad_norm=1.0)",
                 each_time=True,
             )

@@ -54,49 +54,47 @@ class TrainConfig:
     """The settings of a training run.
 
     Attributes:
-        nprocs: Number of ranks. 1: no rank is started, `Trainer.fit` trains in the notebook's own process. Default:
-            one rank per visible GPU; 2 without GPUs.
-        epochs: Passes over the training data in all: a resumed run does the rest of them. Default: 1, or with
-            `max_steps` as many as those steps take.
-        max_steps: Optimizer steps in all, even if that is within an epoch. Default: no limit.
+        nprocs: Number of ranks. With 1, `Trainer.fit` trains in the notebook's own process. Default: one per visible
+            GPU, or 2 without GPUs.
+        epochs: Total passes over the training data, including those before a resume. Default: 1; with `max_steps`, as
+            many as needed.
+        max_steps: Total optimizer steps; training may end within an epoch. Default: no limit.
         batch_size: Samples per batch and rank, if `Trainer.fit` is given a dataset.
-        gradient_accumulation_steps: Batches whose gradients make one optimizer step.
-        max_grad_norm: Maximum norm of all gradients together. Default: no limit.
+        gradient_accumulation_steps: Batches per optimizer step.
+        max_grad_norm: Maximum gradient norm; larger gradients are clipped. Default: no clipping.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        schedule: Learning-rate schedule after `warmup` steps: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to
-            zero. Or a function ``(optimizer, steps) -> LRScheduler``, stepped after each of that many optimizer steps.
-            Default: constant.
-        warmup: Optimizer steps in which the learning rate of a named schedule rises from zero. If a run resumes with
-            more `epochs`, its schedule is that of a run that had all of them from the start; a warning names both
-            learning rates.
-        checkpoint_dir: Folder for the checkpoints of one run at a time. Default: none are written.
-        checkpoint_every: Optimizer steps between checkpoints, besides those after each epoch and at a stop.
-        save_total_limit: Number of latest checkpoints to keep; the best one is kept besides.
-        resume: True: resume from the latest checkpoint in the folder, also with another number of ranks if all of them
-            together have as many samples in each step. False: train from the start, and replace the checkpoints there.
-        seed: Seed of the order of samples and all random numbers in the ranks. The order of a DataLoader with a
-            generator of its own comes from that generator's seed.
-        log_every: Optimizer steps between two reports of the loss, the learning rate and the samples per second.
-        validate_every: Optimizer steps between validations, and one at the end of training. Default: validation after
-            each epoch.
+        schedule: Learning-rate schedule after `warmup` steps: ``"constant"`` (default), or ``"linear"`` or ``"cosine"``
+            down to zero. Or a function ``(optimizer, steps) -> LRScheduler`` of the total number of optimizer steps;
+            the result is stepped after each.
+        warmup: Optimizer steps of linear warmup from zero, for a named schedule. A run that resumes with more `epochs`
+            follows the schedule over all of them; a warning names both learning rates.
+        checkpoint_dir: Folder for the checkpoints of one run at a time. Default: no checkpoints.
+        checkpoint_every: Optimizer steps between checkpoints. They are also written after each epoch and at a stop.
+        save_total_limit: Number of latest checkpoints to keep, in addition to the best one.
+        resume: True: resume from the latest checkpoint in the folder. The number of ranks may change, if all together
+            have as many samples in each step as before. False: train from the start and replace the checkpoints.
+        seed: Seed of the sample order and of all random numbers in the ranks. A DataLoader with its own generator takes
+            its order from that generator's seed.
+        log_every: Optimizer steps between reports of the loss, the learning rate and the samples per second.
+        validate_every: Optimizer steps between validations; one more runs at the end. Default: after each epoch.
         early_stop: Stop after this many validations without an improvement of `monitor` (epochs, if `monitor` is not a
             result of validation). Default: never.
-        monitor: The result that decides which step is best. Default: ``valid_loss``, without validation ``loss``.
+        monitor: The result that decides which step is best. Default: ``valid_loss``; without validation, ``loss``.
         higher_is_better: Whether a higher `monitor` is an improvement.
-        restore_best: Whether training ends with the best step's weights. Needs a `checkpoint_dir`.
-        num_workers: Workers of the DataLoaders that the Trainer makes of datasets.
-        compute_setup: ``"auto"``, ``"cpu"`` or ``"gpu"``. ``"gpu"`` is refused where no GPU is visible.
-        backend: ``"gloo"`` or ``"nccl"``. Default: the one that fits the device.
-        dtype: Type of the model and of batches, while they train. Default: unchanged.
-        log_setup: As for `Accelerator`.
-        ddp_kwargs: More arguments for ``DistributedDataParallel``, such as ``{"find_unused_parameters": True}``.
-        parallelism: A `Parallelism`: the ranks divide the model instead of holding copies of it. Each checkpoint is one
-            file all the same, which any number of ranks and the notebook load. For a checkpoint, and at the end of
-            `Trainer.fit`, the whole model and optimizer state are gathered into rank 0's CPU memory: for Adam three
-            times the size of the parameters.
-        launch: More arguments for `notebook_launcher`, such as ``{"engine": "slurm --time=60", "num_nodes": 2}``:
-            `nprocs` then counts the ranks of a node, and `checkpoint_dir` must be a folder that all nodes and the
-            notebook share. With any of them but ``view`` a single rank is launched too.
+        restore_best: Whether to load the best step's weights at the end of training. Needs a `checkpoint_dir`.
+        num_workers: Workers of the DataLoaders created for datasets.
+        compute_setup: ``"auto"``, ``"cpu"`` or ``"gpu"``. ``"gpu"`` raises if no GPU is visible.
+        backend: ``"gloo"`` or ``"nccl"``. Default: chosen by device.
+        dtype: Dtype of the model and of batches during training. Default: unchanged.
+        log_setup: See `Accelerator`.
+        ddp_kwargs: Additional arguments for ``DistributedDataParallel``, such as ``{"find_unused_parameters": True}``.
+        parallelism: A `Parallelism` to shard the model instead of replicating it. Each checkpoint is still one file,
+            which any number of ranks and the notebook can load. For a checkpoint, and at the end of `Trainer.fit`, the
+            model and the optimizer state are gathered in rank 0's CPU memory: with Adam three times the size of the
+            parameters.
+        launch: Additional arguments for `notebook_launcher`, such as ``{"engine": "slurm --time=60", "num_nodes": 2}``.
+            `nprocs` is then the number of ranks per node, and the notebook and all nodes must share `checkpoint_dir`.
+            With any option but ``view``, a single rank is launched too.
 
     Raises:
         ArgumentError: A value is wrong; the message names it.
@@ -143,7 +141,7 @@ class TrainConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: use True or False")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ArgumentError(f"max_grad_norm={self.max_grad_norm!r}: use a norm above 0, or None for no limit")
+            raise ArgumentError(f"max_grad_norm={self.max_grad_norm!r}: must be above 0, or None for no clipping")
         if self.schedule is not None and not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise ArgumentError(
                 f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}, or a function (optimizer, steps)"
@@ -162,18 +160,18 @@ class TrainConfig:
         if folder is None:
             for name in ("checkpoint_every", "restore_best"):
                 if getattr(self, name):
-                    raise ArgumentError(f"{name}={getattr(self, name)} needs a folder: give checkpoint_dir")
+                    raise ArgumentError(f"{name}={getattr(self, name)} needs a checkpoint_dir")
         elif not isinstance(folder, (str, Path)) or (Path(folder).exists() and not Path(folder).is_dir()):
-            raise ArgumentError(f"checkpoint_dir={folder!r}: give the path of a folder, which need not exist yet")
+            raise ArgumentError(f"checkpoint_dir={folder!r}: must be the path of a folder, existing or not")
 
     def _check_arguments_of_others(self) -> None:
         for name, function in (("ddp_kwargs", "DistributedDataParallel"), ("launch", "notebook_launcher")):
             given: object = getattr(self, name)
             if given is not None and not isinstance(given, Mapping):
-                raise ArgumentError(f"{name}={given!r:.80}: give a dict of arguments for {function}")
+                raise ArgumentError(f"{name}={given!r:.80}: must be a dict of arguments for {function}")
         for name in self.launch_options:
             if name in _OWN_OPTIONS:
-                own = ": give nprocs, compute_setup, backend or mixed_precision to TrainConfig"
+                own = ": set nprocs, compute_setup, backend or mixed_precision in TrainConfig"
                 raise ArgumentError(
                     f"launch={dict(self.launch_options)!r:.80}: the Trainer sets {name} itself"
                     f"{own if name in _OWN_OPTIONS[3:7] else ''}"
@@ -220,11 +218,11 @@ class TrainConfig:
             made: object = self.schedule(optimizer, steps)
             if isinstance(made, ReduceLROnPlateau):
                 raise ArgumentError(
-                    "schedule: a ReduceLROnPlateau steps by a result of validation: step it in a callback's "
+                    "schedule: a ReduceLROnPlateau needs a result of validation: step it in a callback's "
                     "on_validation_end(trainer, results)"
                 )
             if not isinstance(made, LRScheduler):  # its state would not be in the checkpoints
-                raise ArgumentError(f"schedule: the function returned {made!r:.80}: let it return an LRScheduler")
+                raise ArgumentError(f"schedule: the function returned {made!r:.80}: it must return an LRScheduler")
             return made
         return LambdaLR(optimizer, lambda step: self._factor(step, steps))
 
@@ -256,15 +254,15 @@ def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Ac
 def check_training_data(train: Data, valid: Data | None, config: TrainConfig) -> None:
     length = length_of(train)
     if length == 0 or (length is None and not isinstance(train, (DataLoader, IterableDataset))):
-        raise ArgumentError(f"train={train!r:.80}: give a dataset or DataLoader with at least one sample")
+        raise ArgumentError(f"train={train!r:.80}: must be a dataset or DataLoader with at least one sample")
     if length is None and config.schedule not in (None, "constant") and config.max_steps is None:
         raise ArgumentError(
-            f"schedule={config.schedule!r}: train has no length, so the number of steps is unknown: give max_steps"
+            f"schedule={config.schedule!r}: train has no length, so the number of steps is unknown: set max_steps"
         )
     if valid is not None and length_of(valid) == 0:
-        raise ArgumentError(f"valid={valid!r:.80}: give a dataset or DataLoader with at least one sample, or None")
+        raise ArgumentError(f"valid={valid!r:.80}: must be a dataset or DataLoader with at least one sample, or None")
     if config.validate_every is not None and valid is None:
-        raise ArgumentError(f"validate_every={config.validate_every}: give fit the validation data, valid=")
+        raise ArgumentError(f"validate_every={config.validate_every} needs validation data: pass valid= to fit")
 
 
 def check_order(data: Data) -> None:
@@ -272,6 +270,6 @@ def check_order(data: Data) -> None:
     for sampler in samplers_of(data) if isinstance(data, DataLoader) else ():
         if isinstance(sampler, _SHUFFLING) or shards(sampler):
             raise ArgumentError(
-                f"data: its {type(sampler).__name__} changes the order of the samples, in which the outputs are "
-                "returned: give the dataset, or a DataLoader with shuffle=False"
+                f"data: its {type(sampler).__name__} changes the order of the samples, but outputs are returned in the "
+                "order of the dataset: pass the dataset, or a DataLoader with shuffle=False"
             )

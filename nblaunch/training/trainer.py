@@ -47,13 +47,11 @@ HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_end", "on_validation_end", "
 class Callbacks(list[object]):
     def __init__(self, callbacks: Iterable[object]) -> None:
         if not isinstance(callbacks, Iterable):
-            raise ArgumentError(f"callbacks={callbacks!r:.80}: give a list of objects")
+            raise ArgumentError(f"callbacks={callbacks!r:.80}: must be a list of objects")
         super().__init__(callbacks)
         for callback in self:
             if isinstance(callback, type):
-                raise ArgumentError(
-                    f"callbacks: {callback.__name__} is a class: give an instance, {callback.__name__}()"
-                )
+                raise ArgumentError(f"callbacks: {callback.__name__} is a class: pass {callback.__name__}()")
             if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
                 raise ArgumentError(f"callbacks: {callback!r:.80} has none of the methods {', '.join(HOOKS)}")
 
@@ -66,8 +64,8 @@ class Callbacks(list[object]):
         for name, state in states.items():
             if found := checkpoint.code_in(state):
                 raise ArgumentError(
-                    f"callbacks: the state_dict() of {name} cannot be in a checkpoint, which holds tensors, numbers, "
-                    f"strings, lists and dicts: {found}"
+                    f"callbacks: the state_dict() of {name} cannot be saved in a checkpoint: {found}. Use only "
+                    "tensors, numbers, strings, lists and dicts"
                 )
         return states
 
@@ -137,9 +135,9 @@ class SampleWeights:
         self._usual = own if self._usual is None else self._usual
         if self._usual and own != self._usual:
             warn(
-                f"batches of {self._usual} and {own} samples: as the loader's own sampler divides the data, the other "
-                "ranks' sizes are unknown, and this step averages batches instead of samples. For exact weights give "
-                "the dataset, or a DataLoader without a distributed sampler"
+                f"batches have {self._usual} and {own} samples, and the loader's own sampler hides the other ranks' "
+                "sizes, so this step averages batches instead of samples. For exact weights pass the dataset, or a "
+                "DataLoader without a distributed sampler"
             )
             self._usual = 0
 
@@ -163,11 +161,11 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], re
         if samples == own["batch_size"] * ranks:
             own = {**own, "nprocs": wrote["nprocs"], "batch_size": wrote["batch_size"]}
         elif samples % ranks == 0:
-            remedy = f"batch_size={samples // ranks}, for as many samples in each step, or {remedy}"
+            remedy = f"batch_size={samples // ranks} for as many samples per step, or {remedy}"
     for name, value in own.items():
         if wrote[name] != value:
             raise ArgumentError(
-                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, or "
+                f"{path} was written with {name}={wrote[name]}, but this run has {name}={value}: use the same, or "
                 f"{remedy}"
             )
 
@@ -176,8 +174,8 @@ def mean_squared_error(output: Any, target: Any) -> Tensor:
     is_float = isinstance(target, Tensor) and isinstance(output, Tensor) and target.is_floating_point()
     if not is_float or output.shape != target.shape:
         raise ArgumentError(
-            "loss_fn=None is the mean squared error, which needs outputs and targets of floats in the same shape, and "
-            f"the output is {_kind(output)}, the target {_kind(target)}: give loss_fn, such as "
+            "loss_fn=None is the mean squared error, which needs float outputs and targets of the same shape, but the "
+            f"output is {_kind(output)} and the target {_kind(target)}: pass loss_fn, such as "
             "torch.nn.functional.cross_entropy for classes, or override compute_loss(self, model, batch)"
         )
     return F.mse_loss(output, target)
@@ -224,31 +222,31 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 _ADVICE = (
-    "let the data of fit (train, valid) have such samples, or override compute_loss(self, model, batch); for metrics "
-    "let it return (loss, output, target)"
+    "change the samples of train and valid, or override compute_loss(self, model, batch); for metrics it must return "
+    "(loss, output, target)"
 )
 
 
 @named_arguments
 class Trainer:
-    """Trains a module over several ranks.
+    """Trains a module on one or more ranks.
 
     Args:
-        model: The module. After `fit` it holds the trained weights, in the notebook too.
-        optimizer: Over the model's parameters; its state comes back too.
+        model: The module. After `fit` it has the trained weights, also in the notebook.
+        optimizer: An optimizer of the model's parameters. After `fit` it has the trained state.
         config: The settings. Default: ``TrainConfig()``.
         loss_fn: ``(output, target) -> loss``, a mean over the batch. Default: the mean squared error, for outputs and
-            targets of the same shape; for classes give another, such as ``torch.nn.functional.cross_entropy``.
-        metrics: By name, computed over the validation data: ``{"accuracy": Accuracy()}``. Default: none.
+            targets of the same shape. For classes use, for example, ``torch.nn.functional.cross_entropy``.
+        metrics: Metrics by name, computed on the validation data: ``{"accuracy": Accuracy()}``. Default: none.
         callbacks: Objects with any of the methods ``on_fit_begin(trainer)``, ``on_epoch_begin(trainer)``,
             ``on_step_end(trainer, loss)``, ``on_validation_end(trainer, results)``, ``on_epoch_end(trainer, results)``
-            and ``on_fit_end(trainer)``. They run in every rank. Setting ``trainer.should_stop`` on any rank ends
-            training with the epoch, or with the next validation. Checkpoints hold rank 0's states of those that have
-            ``state_dict`` and ``load_state_dict``.
+            and ``on_fit_end(trainer)``. They run on every rank. Setting ``trainer.should_stop`` on any rank ends
+            training after the epoch, or after the next validation. Checkpoints hold rank 0's state of each callback
+            that has ``state_dict`` and ``load_state_dict``.
 
-    For callbacks and afterwards: `epoch`, `step` (optimizer steps done), `history`, `validations`, `best` and
-    `accelerator`, current during training. `result` is the `LaunchResult` of the last `fit` that launched ranks, with
-    its metrics and logs; None if that was stopped or failed.
+    During and after training, `epoch`, `step`, `history`, `validations`, `best` and `accelerator` are current.
+    `result` is the `LaunchResult` of the last `fit` that launched ranks, with its metrics and logs; None if the launch
+    was stopped or failed.
     """
 
     def __init__(
@@ -262,15 +260,15 @@ class Trainer:
         callbacks: Sequence[object] = (),
     ) -> None:
         if config is not None and not isinstance(config, TrainConfig):
-            raise ArgumentError(f"config={config!r}: use a TrainConfig")
+            raise ArgumentError(f"config={config!r}: must be a TrainConfig")
         if loss_fn is not None and not callable(loss_fn):
-            raise ArgumentError(f"loss_fn={loss_fn!r:.80}: give a function (output, target) -> loss")
+            raise ArgumentError(f"loss_fn={loss_fn!r:.80}: must be a function (output, target) -> loss")
         if not isinstance(model, nn.Module):
-            raise ArgumentError(f"model={model!r:.80}: give a torch.nn.Module")
+            raise ArgumentError(f"model={model!r:.80}: must be a torch.nn.Module")
         if not isinstance(optimizer, Optimizer):
-            raise ArgumentError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer of the model's parameters")
+            raise ArgumentError(f"optimizer={optimizer!r:.80}: must be a torch.optim.Optimizer of the model")
         if {*map(id, model.parameters())}.isdisjoint(map(id, parameters_of(optimizer))):
-            raise ArgumentError("optimizer: it has none of the model's parameters: make it of model.parameters()")
+            raise ArgumentError("optimizer has none of the model's parameters: create it from model.parameters()")
         self.model = model
         self.optimizer = optimizer
         self.config = config or TrainConfig()
@@ -288,24 +286,23 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The epoch in training, from 0."""
+        """The current epoch, from 0."""
         return self.progress.epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, over all epochs."""
+        """Number of optimizer steps so far, over all epochs."""
         return self.progress.step
 
     @property
     def history(self) -> list[Results]:
-        """The results of each finished epoch.
+        """The results of each finished epoch, as rows for ``pandas.DataFrame(trainer.history)``.
 
         Each is ``{"epoch", "step", "loss", "seconds"}``, with validation also ``"valid_loss"`` and
-        ``"valid_<metric>"``: NaN in an epoch that has ended without one, so that every row has them, and
-        ``pandas.DataFrame(trainer.history)`` is a whole table. `step` counts the optimizer steps so far; `loss` is the
-        mean over the epoch's samples. A run that ends within an epoch has an entry for that part. A resumed run has the
-        epochs before, too. After ranks have failed these are the epochs up to the latest checkpoint; if the run wrote
-        none, they are the former run's, as the weights are.
+        ``"valid_<metric>"`` (NaN in an epoch without a validation). `step` counts the optimizer steps so far; `loss` is
+        the mean over the epoch's samples. A run that ends within an epoch has a row for that part. A resumed run
+        includes the epochs before. After a failure the rows end at the latest checkpoint; if the run wrote none, they
+        are unchanged, like the weights.
         """
         return self.progress.history
 
@@ -326,16 +323,16 @@ class Trainer:
 
     # ------------------------------------------------------------------ to override
     def compute_loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Any, ...]:
-        """Return the loss of a batch, a mean over its samples. Override it freely.
+        """Return the mean loss of a batch. Override it for a loss of your own.
 
-        Metrics need more: return ``(loss, output)``, or ``(loss, output, target)`` for batches of another form than
-        the default: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
+        For metrics return ``(loss, output)``, or ``(loss, output, target)`` unless batches are ``(inputs, target)``, or
+        dicts with the target under ``labels``, ``label`` or ``target``.
         """
         output, target = forward(model, batch, _ADVICE)
         return (self.loss_fn or mean_squared_error)(output, target), output, target
 
     def predict_batch(self, model: nn.Module, batch: Any) -> Any:
-        """Return the outputs for a batch: a pytree of tensors whose first dimension is the samples.
+        """Return the outputs for a batch: a pytree of tensors with the samples in dimension 0.
 
         The default calls the model with the batch's inputs: a tensor, ``(inputs,)``, ``(inputs, target)``, or a dict,
         without its target.
@@ -346,19 +343,19 @@ class Trainer:
     # ------------------------------------------------------------------ training
     @named_arguments
     def fit(self, train: Data, valid: Data | None = None) -> tuple[nn.Module, Optimizer]:
-        """Train, and return the model and the optimizer, which hold the trained states; `history` has the results.
+        """Train, and return the model and the optimizer in their trained states; `history` has the results.
 
-        In a notebook this launches ``config.nprocs`` ranks. With ``nprocs=1`` it trains in the notebook's own process.
-        In a rank, or under torchrun or srun, it trains as one of the ranks.
-        After a stop the model, the optimizer and `history` have what was trained, in whole steps.
-        With a ``checkpoint_dir`` an unfinished run resumes: after a stop or a failure, call `fit` again with the same
-        arguments, and it takes the same steps as an uninterrupted run (on the CPU with one or two ranks bit for bit;
-        random generators of the dataset's own are not resumed).
+        In a notebook this launches ``config.nprocs`` ranks; with ``nprocs=1`` it trains in the notebook's own process.
+        In a rank, or under torchrun or srun, it trains as that rank.
+        After a stop the model, the optimizer and `history` have the state after the last complete step.
+        With a ``checkpoint_dir``, call `fit` again with the same arguments to resume after a stop or a failure. The
+        resumed run takes the same steps as an uninterrupted one (bit-identical on the CPU with one or two ranks; the
+        dataset's own random generators are not restored).
 
         Args:
-            train: A dataset, shuffled in batches of ``config.batch_size`` per rank; or a DataLoader, used as it is. An
-                IterableDataset needs no length; a schedule then needs ``config.max_steps``.
-            valid: The same for validation, in order. Every sample counts once. Default: none.
+            train: A dataset, shuffled in batches of ``config.batch_size`` per rank; or a DataLoader with its own
+                settings. An IterableDataset needs no length, but a schedule then needs ``config.max_steps``.
+            valid: The validation data, likewise, not shuffled. Every sample counts once. Default: none.
 
         Returns:
             `model` and `optimizer`, the same objects.
@@ -366,7 +363,7 @@ class Trainer:
         Raises:
             ArgumentError: ``config.monitor`` is not among the results, or the latest checkpoint is of another run.
             KeyboardInterrupt: The run was interrupted; `LaunchStoppedError` if it was stopped otherwise. A note on the
-                error says what the next `fit` begins with.
+                exception says where the next `fit` starts.
             Exception: A rank's exception, as from `notebook_launcher`.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
@@ -415,19 +412,19 @@ class Trainer:
         """Return what the next `fit` begins with after a stop. Ranks that could not return it have no progress."""
         config, found = self.config, [path for path, _ in self._checkpoints()]
         if self.loaded is not None and self.loaded.is_continued:
-            return f"the next fit continues after step {self.loaded.step}, from {self.loaded.path}"
+            return f"the next fit resumes after step {self.loaded.step}, from {self.loaded.path}"
         if found and config.resume:
-            return f"the next fit continues after step {checkpoint.step_of(found[-1])}, from {found[-1]}"
+            return f"the next fit resumes after step {checkpoint.step_of(found[-1])}, from {found[-1]}"
         remedy = "a checkpoint_dir" if config.checkpoint_dir is None else "" if config.resume else "resume=True"
         if isinstance(trained, checkpoint.TrainingProgress):
-            would = f"; with {remedy} it would continue this one" if remedy else ""
+            would = f"; with {remedy} it would resume this run" if remedy else ""
             return (
-                f"the model, the optimizer and history have what was trained, up to step {trained.step}. The next fit "
-                f"begins a new run with them{would}"
+                f"the model, the optimizer and history have the state after step {trained.step}. The next fit starts a "
+                f"new run from it{would}"
             )
         if not remedy:
-            return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
-        return f"what was trained is lost; with {remedy} the next fit would continue this run"
+            return "the ranks were stopped before the first checkpoint: the next fit starts at step 0"
+        return f"the trained state is lost; with {remedy} the next fit would resume this run"
 
     def _fit(self, train: Data, valid: Data | None) -> checkpoint.TrainingProgress:
         TrainingRun(self, train, valid).run()
@@ -438,17 +435,14 @@ class Trainer:
         computed: Any = self.compute_loss(model, batch)
         loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ArgumentError(
-                f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)"
-            )
+            raise ArgumentError(f"compute_loss returned {_kind(loss)}: return a one-element tensor, or (loss, output)")
         return loss, output, target
 
     # ------------------------------------------------------------------ validation and prediction
     def validate(self, data: Data) -> Results:
         """Return ``valid_loss`` and ``valid_<metric>`` over the data, every sample counted once.
 
-        Like `fit` it launches ranks in a notebook, and runs as one of the ranks in a rank, with the same results on
-        each.
+        Like `fit`, it launches ranks in a notebook, and in a rank it runs as that rank. All ranks get the same results.
         """
         results: Results = self._in_ranks(self._validate_part, data, "Trainer.validate")[0]
         return results
@@ -480,7 +474,7 @@ class Trainer:
             if self.metrics and target is None:
                 target = split(batch, _ADVICE)[1]
             if self.metrics and output is None:
-                raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
+                raise ArgumentError("metrics need the output: return (loss, output) from compute_loss")
             return output, target
 
         return evaluate(
@@ -494,21 +488,21 @@ class Trainer:
         )
 
     def predict(self, data: Data) -> Any:
-        """Return the model's outputs for every sample of the data, once each and in its order, on the CPU.
+        """Return the model's output for every sample, in the order of the data, on the CPU.
 
-        In a notebook it launches ranks, which send their outputs back once; in a rank each rank gets all of them. The
-        model runs in eval mode and without gradients; a batch's targets are ignored. Override `predict_batch` for
-        another output. For a moment the outputs are in memory twice.
+        In a notebook it launches ranks; in a rank, every rank gets all outputs. The model runs in eval mode without
+        gradients; targets are ignored. Override `predict_batch` for other outputs. They are briefly in memory twice.
 
         Args:
             data: A dataset, or a DataLoader that does not shuffle.
 
         Returns:
-            What `predict_batch` returns, with the samples of all batches concatenated along dimension 0.
+            The results of `predict_batch`, concatenated along dimension 0.
 
         Raises:
-            ArgumentError: The loader shuffles or has a distributed sampler, or outputs are no tensors of samples.
-            RuntimeError: The outputs of two batches have other sizes per sample.
+            ArgumentError: The loader shuffles or has a distributed sampler, or an output does not have the samples in
+                dimension 0.
+            RuntimeError: The outputs of two batches have different shapes per sample.
         """
         check_order(data)
         return in_order(self._in_ranks(self._predict_part, data, "Trainer.predict"))
@@ -536,31 +530,30 @@ class Trainer:
         """Load a checkpoint into the model and the optimizer.
 
         Args:
-            path: A file that `fit` has written, or a folder of them, whose latest is loaded.
-            progress: Whether to continue that run: `epoch`, `step`, `history` and `best` are its own, and the next
-                `fit` takes the steps that it would have taken, with the same settings. False: only the model and the
-                optimizer; the next `fit` begins a new run, and refuses a `checkpoint_dir` with checkpoints unless
-                ``resume=False`` replaces them.
+            path: A checkpoint written by `fit`, or a folder, whose latest checkpoint is loaded.
+            progress: True: also load `epoch`, `step`, `history` and `best`. The next `fit` resumes that run, and needs
+                the same settings. False: load only the model and the optimizer. The next `fit` starts a new run; if
+                its `checkpoint_dir` has checkpoints, it needs ``resume=False`` to replace them.
 
         Raises:
-            ArgumentError: There is no checkpoint, or another program wrote the file.
+            ArgumentError: There is no checkpoint, or `fit` did not write the file.
             RuntimeError: The file is damaged, or does not fit the model.
         """
         file = Path(path)
         if file.is_dir():
             found = checkpoint.find(file)
             if not found:
-                raise ArgumentError(f"path={str(path)!r}: the folder has no checkpoint step-N.pt")
+                raise ArgumentError(f"path={str(path)!r}: the folder has no checkpoint (step-N.pt)")
             file = found[-1]
         if not file.is_file():
-            raise ArgumentError(f"path={str(path)!r}: there is no such file or folder")
+            raise ArgumentError(f"path={str(path)!r}: no such file or folder")
         own = self._load_states(file)
         self.loaded = checkpoint.Loaded(file.absolute(), own.step, is_continued=progress)
         if progress:
             self.progress = own
 
     def restore_best(self) -> Best:
-        """Load the model and the optimizer of the best step, and return it. The next `fit` is not affected.
+        """Load the model and the optimizer of the best step, and return `best`. The next `fit` is not affected.
 
         Raises:
             ArgumentError: No best checkpoint was kept.
@@ -569,8 +562,8 @@ class Trainer:
         if folder is None or not folder.best.exists():
             where = "checkpoint_dir=None" if folder is None else f"checkpoint_dir={str(folder.path)!r}"
             raise ArgumentError(
-                f"{where}: no best checkpoint was kept: give TrainConfig a checkpoint_dir, and monitor, early_stop or "
-                "restore_best; and no step is the best while the monitored result has never been a number"
+                f"{where}: there is no best checkpoint: use TrainConfig(checkpoint_dir=..., restore_best=True). No "
+                "step is the best if the monitored result was never finite"
             )
         own = self._load_states(folder.best)
         progress = self.progress
@@ -582,7 +575,7 @@ class Trainer:
         state: Any = checkpoint.read(path, mmap=is_divided(self.model))
         if not isinstance(state, Mapping) or "progress" not in state:
             raise ArgumentError(
-                f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "
+                f"path={str(path)!r}: not a checkpoint written by fit. For a model's state dict use "
                 "model.load_state_dict(torch.load(path))"
             )
         load_full_state(unwrapped(self.model), state["model"][0])
@@ -667,7 +660,7 @@ class TrainingRun:
         if self.config.restore_best and self.progress.best_step:
             trainer.restore_best()
         elif self.config.restore_best and self.accelerator.is_main_process:
-            warn(f"restore_best=True: {self._monitor} was never a number, so the weights are those of the last step")
+            warn(f"restore_best=True: {self._monitor} was never finite, so the last step's weights are kept")
         trainer.callbacks.call("on_fit_end", trainer)
         if self._boundaries.is_asked:  # too late to end anything
             raise StoppedTogether(self.progress)
@@ -719,8 +712,8 @@ class TrainingRun:
                     break
         if not has_batches:
             raise ArgumentError(
-                f"train has no batch in epoch {progress.epoch + 1}: a dataset needs at least one sample, and an "
-                "IterableDataset must begin again with each iter()"
+                f"train yielded no batch in epoch {progress.epoch + 1}: a dataset needs at least one sample, and an "
+                "IterableDataset must start over with each iter()"
             )
         self._end_epoch(is_whole=not is_broken_off)
 
@@ -878,7 +871,7 @@ class TrainingRun:
                 if not may_fail:
                     raise
                 failure = str(error)
-                warn(f"no checkpoint of step {progress.step} was written: {failure}", each_time=True)
+                warn(f"the checkpoint of step {progress.step} could not be written: {failure}", each_time=True)
         if not exchange(failure)[0]:
             if is_latest:
                 self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
@@ -922,7 +915,7 @@ class TrainingRun:
         found, best = exchange((found, best))[0]
         if found is not None and loaded is not None and not loaded.is_continued:
             raise ArgumentError(
-                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
+                f"checkpoint_dir={str(found.parent)!r} has checkpoints, and fit would resume from them instead of the "
                 f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
             )
         return (loaded.path if loaded is not None and loaded.is_continued else found), best
@@ -936,7 +929,7 @@ class TrainingRun:
         state = checkpoint.read(path, mmap=is_divided(trainer.model))
         remedy = "another checkpoint_dir or resume=False to train from the start"
         if trainer.loaded is not None:
-            remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
+            remedy = "trainer.load(path, progress=False) to start a new run from its weights"
         check_setup(path, state["setup"], self._setup(), remedy)
         progress = self.progress = trainer.progress = checkpoint.TrainingProgress(**state["progress"])
         is_kept = not config.keeps_best or 0 < best == progress.best_step  # else the file is another run's, or missing
@@ -947,8 +940,8 @@ class TrainingRun:
             checkpoint.compare_rates(path, state, trainer.optimizer)
             if self._is_done() and not progress.due:
                 warn(
-                    f"nothing is left to train from {path}, at epoch {progress.epoch} and step {progress.step}: give "
-                    "more epochs or max_steps, resume=False to train from the start, or another checkpoint_dir"
+                    f"nothing is left to train: {path} is at epoch {progress.epoch} and step {progress.step}. Set more "
+                    "epochs or max_steps, resume=False to train from the start, or another checkpoint_dir"
                 )
         before, progress.schedule_end = progress.schedule_end, steps
         try:
@@ -968,7 +961,7 @@ class TrainingRun:
         now = groups[0]["lr"]
         if now != before and self.accelerator.is_main_process:
             warn(
-                f"{path} was written by a run of fewer steps, whose {self.config.schedule} schedule had reached a "
-                f"learning rate of {before:.3g}; over {self.progress.schedule_end} steps it jumps to {now:.3g}. For a "
-                "schedule of its own begin a new run with these weights: trainer.load(path, progress=False)"
+                f"{path} was written by a run of fewer steps: over {self.progress.schedule_end} steps the "
+                f"{self.config.schedule} schedule jumps from a learning rate of {before:.3g} to {now:.3g}. For a new "
+                "schedule start a new run from these weights: trainer.load(path, progress=False)"
             )

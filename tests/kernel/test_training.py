@@ -181,7 +181,7 @@ def test_an_interrupt_brings_back_weights_and_says_what_is_next(cells: Kernel, f
     cells.interrupt()
     cell = cells.finish_cell(request)
     assert cell.error.startswith("KeyboardInterrupt: Trainer.fit was stopped after")
-    assert "have what was trained, up to step 6. The next fit begins" in cell.traceback
+    assert "have the state after step 6. The next fit starts" in cell.traceback
     assert cells.ask("broken.step, len(broken.history)") == (6, 2)
     cells.run("wait_at = None\nwhole = new_trainer(max_steps=6)\nwhole.fit(data)").check()
     assert cells.ask("torch.equal(broken.model.weight, whole.model.weight)")

@@ -75,6 +75,6 @@ class Unsafe(Averages):
 
 def test_a_state_that_cannot_be_read_again_is_refused(tmp_path: Path) -> None:
     one = trainer((Unsafe(),), nprocs=1, checkpoint_dir=tmp_path)
-    with pytest.raises(ArgumentError, match=r"callbacks: the state_dict\(\) of 0 Unsafe cannot be in a checkpoint"):
+    with pytest.raises(ArgumentError, match=r"callbacks: the state_dict\(\) of 0 Unsafe cannot be saved"):
         one.fit(points(32))
     assert not list(tmp_path.glob("*.pt"))

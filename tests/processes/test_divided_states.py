@@ -313,5 +313,5 @@ def test_a_notebook_gets_the_whole_model(tmp_path: Path) -> None:
 
 def test_another_tensor_size_cannot_resume(tmp_path: Path) -> None:
     trainer(SHARDED, 2, checkpoint_dir=tmp_path, max_steps=1).fit(sentences(26))
-    with pytest.raises(ArgumentError, match="was written with tensor=1, and this run has tensor=2"):
+    with pytest.raises(ArgumentError, match="was written with tensor=1, but this run has tensor=2"):
         trainer(LAYERS, 2, checkpoint_dir=tmp_path, max_steps=2, batch_size=4).fit(sentences(26))

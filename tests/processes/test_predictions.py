@@ -84,7 +84,7 @@ def test_what_cannot_be_concatenated_is_said() -> None:
 
     at, labels = points(9).tensors
     given = trainer(nprocs=1, batch_size=4)
-    with pytest.raises(ArgumentError, match=r"returned 'words' for a batch of 4: let it"):
+    with pytest.raises(ArgumentError, match=r"returned 'words' for a batch of 4: it must return"):
         Scalar(given.model, given.optimizer, given.config).predict(TensorDataset(at))
     with pytest.raises(ArgumentError, match=r"the batch is a list of 3, neither inputs nor .*: override predict_batch"):
         given.predict(TensorDataset(at, labels, labels))

@@ -137,5 +137,5 @@ def test_unknown_sizes_of_other_ranks_are_said() -> None:
 
     said = notebook_launcher(work, num_processes=2, device="cpu")
     first, second = list(said)  # type: ignore[arg-type]
-    assert [line.split(":")[0] for line in first] == ["batches of 4 and 2 samples"]
-    assert [line.split(":")[0] for line in second] == ["batches of 4 and 1 samples"]
+    assert [line.split(",")[0] for line in first] == ["batches have 4 and 2 samples"]
+    assert [line.split(",")[0] for line in second] == ["batches have 4 and 1 samples"]

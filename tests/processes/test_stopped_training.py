@@ -109,7 +109,7 @@ def test_a_rank_that_waits_for_a_slow_one_ends_with_it(tmp_path: Path) -> None:
         one.fit(points(150))
     assert one.step == 4
     path = tmp_path / "c" / "step-4.pt"
-    assert caught.value.__notes__ == [f"the next fit continues after step 4, from {path}"]
+    assert caught.value.__notes__ == [f"the next fit resumes after step 4, from {path}"]
     one.fit(points(150))
     assert_same(one, whole)
 
@@ -129,18 +129,16 @@ class Spoils(Marks):
 
 
 @SIZES
-@pytest.mark.filterwarnings("always:no checkpoint")
+@pytest.mark.filterwarnings("always:the checkpoint")
 def test_where_no_checkpoint_can_be_written_the_weights_come_back(tmp_path: Path, nprocs: int) -> None:
     folder, mark = tmp_path / "c", tmp_path / "mark"
     one = run((Spoils(3, mark, folder),), nprocs=nprocs, checkpoint_dir=folder)
     before = copy.deepcopy(one.model.state_dict())
-    warned = pytest.warns(UserWarning, match="no checkpoint of step 3 was written: .*File exists")
+    warned = pytest.warns(UserWarning, match="checkpoint of step 3 could not be written: .*File exists")
     with warned if nprocs == 1 else nullcontext(), interrupts(mark), pytest.raises(KeyboardInterrupt) as caught:
         one.fit(points(150))
-    said = (
-        "the model, the optimizer and history have what was trained, up to step 3. The next fit begins a new run with"
-    )
-    assert caught.value.__notes__ == [f"{said} them"]
+    said = "the model, the optimizer and history have the state after step 3. The next fit starts a new run from it"
+    assert caught.value.__notes__ == [said]
     assert one.step == 3
     assert any(not torch.equal(tensor, before[name]) for name, tensor in one.model.state_dict().items())
 
@@ -257,7 +255,7 @@ def test_a_stop_says_that_nothing_would_continue(tmp_path: Path) -> None:
     with interrupts(mark, "stop"), pytest.raises(LaunchStoppedError, match=r"Trainer\.fit was stopped after") as caught:
         one.fit(points(150))
     (note,) = caught.value.__notes__
-    assert f"have what was trained, up to step {one.step}. The next fit begins a new run with them; with a ch" in note
+    assert f"have the state after step {one.step}. The next fit starts a new run from it; with a checkpoint_dir" in note
     assert caught.value.results[0] is one.progress
     held = [part for part in gc.get_objects() if type(part).__name__ == "_Unfinished" and part.states]
     assert not held  # by the error
@@ -278,7 +276,7 @@ def test_a_step_that_hangs_is_interrupted_all_the_same(tmp_path: Path) -> None:
     with interrupts(mark), pytest.raises(KeyboardInterrupt) as caught:
         one.fit(points(150))
     assert time.time() - mark.stat().st_mtime < STOP_LIMIT
-    said = "what was trained is lost; with a checkpoint_dir the next fit would continue this run"
+    said = "the trained state is lost; with a checkpoint_dir the next fit would resume this run"
     assert caught.value.__notes__ == [said]
 
 
@@ -298,7 +296,7 @@ def test_a_stop_without_resume_says_that_nothing_continues(tmp_path: Path) -> No
     with interrupts(tmp_path / "mark"), pytest.raises(KeyboardInterrupt) as caught:
         one.fit(points(150))
     (note,) = caught.value.__notes__
-    assert note.endswith("The next fit begins a new run with them; with resume=True it would continue this one")
+    assert note.endswith("The next fit starts a new run from it; with resume=True it would resume this run")
 
 
 def test_a_stop_names_the_checkpoint_that_was_loaded(tmp_path: Path) -> None:
@@ -310,4 +308,4 @@ def test_a_stop_names_the_checkpoint_that_was_loaded(tmp_path: Path) -> None:
     one.load(path)
     with interrupts(tmp_path / "mark"), pytest.raises(KeyboardInterrupt) as caught:
         one.fit(points(150))
-    assert caught.value.__notes__ == [f"the next fit continues after step 5, from {path}"]
+    assert caught.value.__notes__ == [f"the next fit resumes after step 5, from {path}"]

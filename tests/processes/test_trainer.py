@@ -68,7 +68,7 @@ def test_batches_of_any_kind_are_trained_on_and_validated() -> None:
     assert fitted(encoder(), TensorDataset(at), TensorDataset(at))[0]["valid_loss"] > 0
     threes = TensorDataset(at, labels + 2, torch.ones(40))
     assert 0 < fitted(encoder(metrics={"accuracy": Accuracy()}), threes, threes)[0]["valid_accuracy"] < 1
-    with pytest.raises(ValueError, match=r"a list of 1, neither .*for metrics let it return \(loss, output, target\)"):
+    with pytest.raises(ValueError, match=r"a list of 1, neither .*for metrics it must return \(loss, output, target\)"):
         encoder(metrics={"accuracy": Accuracy()}).fit(TensorDataset(at), TensorDataset(at))
 
 
@@ -153,15 +153,15 @@ def test_more_epochs_go_on_but_not_in_other_batches(tmp_path: Path, whole: tuple
     more = resumed(epochs=3, checkpoint_dir=tmp_path)
     assert timeless(fitted(more, points(150), points(50))) == timeless(whole[1])
     assert_same(more, whole[0])
-    with pytest.raises(ValueError, match=r"step-15\.pt was written with batch_size=16, and this run has batch_size=15"):
+    with pytest.raises(ValueError, match=r"step-15\.pt was written with batch_size=16, but this run has batch_size=15"):
         resumed(epochs=4, batch_size=15, checkpoint_dir=tmp_path).fit(points(150), points(50))
-    with pytest.raises(ValueError, match=r"was written with schedule=None, and this run has schedule=linear"):
+    with pytest.raises(ValueError, match=r"was written with schedule=None, but this run has schedule=linear"):
         resumed(epochs=4, schedule="linear", checkpoint_dir=tmp_path).fit(points(150), points(50))
 
 
 def test_steps_of_another_number_of_samples_cannot_go_on(tmp_path: Path) -> None:
     trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
-    said = r"step-2\.pt was written with nprocs=1, and this run has nprocs=2: use the same, or batch_size=8, for"
+    said = r"step-2\.pt was written with nprocs=1, but this run has nprocs=2: use the same, or batch_size=8 for"
     with pytest.raises(ValueError, match=said):
         trainer(epochs=2, checkpoint_dir=tmp_path).fit(points(20))
 
@@ -203,6 +203,6 @@ def test_a_resumed_run_says_that_it_keeps_its_rates(tmp_path: Path) -> None:
     other = trainer(epochs=2, nprocs=1, checkpoint_dir=tmp_path)
     for group in other.optimizer.param_groups:
         group["lr"] = 0.5
-    with pytest.warns(UserWarning, match=r"made with lr=0\.5, but the run that continues .* keeps its own, 0\.01"):
+    with pytest.warns(UserWarning, match=r"has lr=0\.5, but the run resumed .* keeps lr=0\.01"):
         fitted(other, points(40))
     assert other.optimizer.param_groups[0]["lr"] == 0.01

@@ -190,6 +190,6 @@ def test_rates_are_reported_once_and_losses_by_each_rank() -> None:
 def test_classes_need_another_loss_than_the_default() -> None:
     given = trainer(nprocs=1)
     one = Trainer(given.model, given.optimizer, given.config)
-    said = r"loss_fn=None is the mean squared .* the target torch\.int64 of shape \(\d+,\): give loss_fn, such as"
+    said = r"loss_fn=None is the mean squared .* the target torch\.int64 of shape \(\d+,\): pass loss_fn, such as"
     with pytest.raises(ArgumentError, match=said):
         one.fit(points(40))

@@ -88,7 +88,9 @@ def broken(**config: Any) -> Broken:
 
 def test_a_loss_that_is_no_number_is_a_warning_once() -> None:
     one = broken(nprocs=1, log_every=2)
-    with pytest.warns(UserWarning, match=r"the loss is nan at step 3 on rank 0, and training goes on: check") as caught:
+    with pytest.warns(
+        UserWarning, match=r"the loss is nan at step 3 on rank 0, and training continues: check"
+    ) as caught:
         one.fit(points(100))
     assert len(caught) == 1
     assert math.isnan(one.history[-1]["loss"])
@@ -102,7 +104,7 @@ def test_each_rank_names_its_first_such_loss() -> None:
     for rank, step in ((0, 4), (1, 3)):
         log = one.result.logs[rank].err.read_text()
         assert log.count("the loss is nan") == 1
-        assert f"the loss is nan at step {step} on rank {rank}, and training goes on: check that batch" in log
+        assert f"the loss is nan at step {step} on rank {rank}, and training continues: check that batch" in log
 
 
 # ------------------------------------------------------------------ rows

@@ -28,24 +28,24 @@ from nblaunch.training.train_config import loader_of
         ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
         ({"checkpoint_every": True}, r"checkpoint_every=True: must be a whole number"),
         ({"gradient_accumulation_steps": None}, r"gradient_accumulation_steps=None: must be a whole number"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0: use a norm above 0, or None"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0: must be above 0, or None"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of constant, linear, cosine, or a function"),
         ({"seed": "a"}, r"seed='a'"),
         ({"resume": "yes"}, r"resume='yes': use True or False"),
         ({"warmup": 3}, r"warmup=3 needs a schedule: use one of constant, linear, cosine"),
-        ({"checkpoint_every": 5}, r"checkpoint_every=5 needs a folder: give checkpoint_dir"),
-        ({"restore_best": True}, r"restore_best=True needs a folder: give checkpoint_dir"),
-        ({"checkpoint_dir": 3}, r"checkpoint_dir=3: give the path of a folder"),
-        ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
+        ({"checkpoint_every": 5}, r"checkpoint_every=5 needs a checkpoint_dir"),
+        ({"restore_best": True}, r"restore_best=True needs a checkpoint_dir"),
+        ({"checkpoint_dir": 3}, r"checkpoint_dir=3: must be the path of a folder"),
+        ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': must be the path of a folder"),
         ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
         (
             {"ddp_kwargs": ["bucket_cap_mb"]},
-            r"ddp_kwargs=\['bucket_cap_mb'\]: give a dict of arguments for Distributed",
+            r"ddp_kwargs=\['bucket_cap_mb'\]: must be a dict of arguments for Distributed",
         ),
-        ({"launch": "slurm"}, r"launch='slurm': give a dict of arguments for notebook_launcher"),
+        ({"launch": "slurm"}, r"launch='slurm': must be a dict of arguments for notebook_launcher"),
         (
             {"launch": {"device": "cuda"}},
-            r"launch=\{'device': 'cuda'\}: the Trainer sets device itself: give .*compute_s",
+            r"launch=\{'device': 'cuda'\}: the Trainer sets device itself: set .*compute_s",
         ),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
 def test_gpus_are_refused_where_none_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a rank, which may be on another machine, and not where a launch may go to one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    said = r"compute_setup=\"gpu\", but no GPU is visible: use compute_setup=\"auto\", which takes"
+    said = r"compute_setup=\"gpu\", but no GPU is visible: use \"auto\", which takes a GPU"
     with pytest.raises(ArgumentError, match=said):
         TrainConfig(compute_setup="gpu")
     accelerator = Accelerator(compute_setup="gpu")  # it may be sent to a machine that has GPUs
@@ -94,11 +94,11 @@ class Callback:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"metrics": {"a": Accuracy}}, r"metrics: 'a' is <class .*Accuracy'>: use Accuracy\(\)"),
-        ({"metrics": [Accuracy()]}, r"metrics=\[<.*\]: give a dict, such as"),
+        ({"metrics": {"a": Accuracy}}, r"metrics: 'a' is <class .*Accuracy'>: use a metric with update"),
+        ({"metrics": [Accuracy()]}, r"metrics=\[<.*\]: must be a dict, such as"),
         ({"callbacks": [Misspelt()]}, r"callbacks: <.*Misspelt object .* has none of the methods on_fit_begin, on_ep"),
-        ({"callbacks": [Callback]}, r"callbacks: Callback is a class: give an instance, Callback\(\)"),
-        ({"callbacks": 3}, r"callbacks=3: give a list of objects"),
+        ({"callbacks": [Callback]}, r"callbacks: Callback is a class: pass Callback\(\)"),
+        ({"callbacks": 3}, r"callbacks=3: must be a list of objects"),
     ],
 )
 def test_a_callback_never_called_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
@@ -106,33 +106,33 @@ def test_a_callback_never_called_is_named_before_anything_starts(wrong: dict[str
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ArgumentError, match=said):
         Trainer(model, optimizer, loss_fn=nn.functional.mse_loss, **wrong)
-    with pytest.raises(ArgumentError, match=r"optimizer: it has none of the model's parameters"):
+    with pytest.raises(ArgumentError, match=r"optimizer has none of the model's parameters"):
         Trainer(nn.Linear(1, 1), optimizer, loss_fn=nn.functional.mse_loss)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     first, second = (checkpoint.CheckpointFolder(tmp_path / "c", keep=1) for _ in range(2))
     assert first.begin(resume=True) is None
-    with pytest.raises(ArgumentError, match=r"checkpoint_dir='.*/c': another run is writing its checkpoints there"):
+    with pytest.raises(ArgumentError, match=r"checkpoint_dir='.*/c': another run is writing checkpoints there"):
         second.begin(resume=True)
     first.close()
     second.begin(resume=True)
     second.close()
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match=r"checkpoint_dir='.*/file/c': no file can be written there"):
+    with pytest.raises(ArgumentError, match=r"checkpoint_dir='.*/file/c': the folder is not writable"):
         checkpoint.CheckpointFolder(tmp_path / "file" / "c", keep=1).begin(resume=True)
 
 
 def test_what_a_trainer_is_made_of_is_checked() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ArgumentError, match=r"model=3: give a torch\.nn\.Module"):
+    with pytest.raises(ArgumentError, match=r"model=3: must be a torch\.nn\.Module"):
         Trainer(3, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"optimizer=None: give a torch\.optim\.Optimizer"):
+    with pytest.raises(ArgumentError, match=r"optimizer=None: must be a torch\.optim\.Optimizer"):
         Trainer(model, None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"loss_fn='mean': give a function \(.*\) -> loss"):
+    with pytest.raises(ArgumentError, match=r"loss_fn='mean': must be a function \(.*\) -> loss"):
         Trainer(model, optimizer, loss_fn="mean")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
+    with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: must be a TrainConfig"):
         Trainer(model, optimizer, {"epochs": 2})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"fit\(\) .* 'val': did you mean 'valid'"):
         Trainer(model, optimizer).fit(None, val=None)  # type: ignore[arg-type, call-arg]
@@ -141,7 +141,7 @@ def test_what_a_trainer_is_made_of_is_checked() -> None:
 def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "step-3.pt"
     path.write_bytes(b"garbage")
-    with pytest.raises(RuntimeError, match=r"step-3\.pt is damaged: remove it to resume from the checkpoint before"):
+    with pytest.raises(RuntimeError, match=r"step-3\.pt is damaged: delete it to resume from the previous checkpoint"):
         checkpoint.read(path)
 
 
@@ -151,24 +151,22 @@ class Endless(IterableDataset[int]):
 
 
 def test_data_that_does_not_fit_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ArgumentError, match=r"train=None: give a dataset"):
+    with pytest.raises(ArgumentError, match=r"train=None: must be a dataset"):
         trainer().fit(None)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"train=<.*with at least one sample"):
         trainer().fit(TensorDataset(torch.ones(0, 1)))
     for train in (Endless(), DataLoader(Endless(), 2)):
-        with pytest.raises(ArgumentError, match=r"schedule='cosine': train has no length, .*: give max_steps"):
+        with pytest.raises(ArgumentError, match=r"schedule='cosine': train has no length, .*: set max_steps"):
             trainer(schedule="cosine", epochs=2).fit(train)
-    with pytest.raises(ArgumentError, match=r"validate_every=3: give fit the validation data, valid="):
+    with pytest.raises(ArgumentError, match=r"validate_every=3 needs validation data: pass valid= to fit"):
         trainer(validate_every=3).fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
-    with pytest.raises(ArgumentError, match=r"valid=<.*>: give a dataset or DataLoader with at least one sample, or"):
+    with pytest.raises(ArgumentError, match=r"valid=<.*>: must be a dataset or DataLoader with .* sample, or None"):
         trainer().fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), TensorDataset(torch.ones(0, 1)))
 
 
 @pytest.mark.parametrize("samples", [[1, 2, 3], [{"x": 1.0}], [(1.0, 2.0, 3.0)]])
 def test_batches_of_another_form_name_the_data_of_fit(samples: list[Any]) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"the batch is .*: let the data of fit \(train, valid\) have such"
-    ) as caught:
+    with pytest.raises(ArgumentError, match=r"the batch is .*: change the samples of train and valid") as caught:
         trainer(nprocs=1, compute_setup="cpu").fit(samples)  # type: ignore[arg-type]  # it is wrong
     assert "evaluate" not in str(caught.value)
 
@@ -238,7 +236,7 @@ def cosine(step: int, steps: int) -> float:
 
 def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
     assert rates_of(tmp_path, 1) == pytest.approx([cosine(step, 4) for step in range(4)])
-    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 12 steps it jumps to 0\.75.*progress=False"):
+    with pytest.warns(UserWarning, match=r"step-4\.pt .* over 12 .* rate of 0 to 0\.75.*progress=False"):
         rates = rates_of(tmp_path, 3)
     assert rates == pytest.approx([cosine(step, 12) for step in range(4, 12)])
 
@@ -319,10 +317,10 @@ def test_a_schedule_of_the_users_own_gets_the_steps_and_is_none_by_results() -> 
     assert made.step_size == 3
     schedule: Any = lambda opt, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(opt)  # noqa: E731
     config = TrainConfig(schedule=schedule)
-    with pytest.raises(ArgumentError, match=r"a ReduceLROnPlateau steps by a result of validation: step it in a callb"):
+    with pytest.raises(ArgumentError, match=r"a ReduceLROnPlateau needs a result of validation: step it in a callb"):
         config.make_scheduler(optimizer, steps=6)
     schedule = lambda opt, steps: opt  # noqa: E731
-    with pytest.raises(ArgumentError, match=r"(?s)schedule: the function returned SGD .*: let it return an LRS"):
+    with pytest.raises(ArgumentError, match=r"(?s)schedule: the function returned SGD .*: it must return an LRS"):
         TrainConfig(schedule=schedule).make_scheduler(optimizer, steps=6)
 
 
@@ -335,11 +333,9 @@ def of_width(width: int, folder: Path, kind: type[torch.optim.Optimizer] = torch
 def test_a_checkpoint_of_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
     data = TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
     of_width(2, tmp_path).fit(data)
-    with pytest.raises(
-        ArgumentError, match=r"step-1\.pt is the state of another model .* has shape \[2, 1\] .*resume=F"
-    ):
+    with pytest.raises(ArgumentError, match=r"step-1\.pt: the state does not match .* has shape \[2, 1\] .*resume=F"):
         of_width(3, tmp_path, epochs=2).fit(data)
-    with pytest.raises(ArgumentError, match=r"with optimizer=SGD, and this run has optimizer=Adam"):
+    with pytest.raises(ArgumentError, match=r"with optimizer=SGD, but this run has optimizer=Adam"):
         of_width(2, tmp_path, torch.optim.Adam, epochs=2).fit(data)
 
 
@@ -348,5 +344,5 @@ def test_a_run_without_numbers_has_no_best_step(tmp_path: Path) -> None:
     one = of_width(2, tmp_path, monitor="valid_loss")
     with pytest.warns(UserWarning, match="the loss is nan at step 1 on rank 0"):
         one.fit(data, data)
-    with pytest.raises(ArgumentError, match="no step is the best while the monitored result has never been a number"):
+    with pytest.raises(ArgumentError, match="No step is the best if the monitored result was never finite"):
         one.restore_best()
