@@ -185,9 +185,9 @@ class Accelerator:
         and no option but ``view`` it runs in this process, and the result has no metrics or logs.
 
         Afterwards the notebook's modules, optimizers and schedulers have rank 0's states. They are found in the
-        arguments, in the object of a bound method, and in variables used by `fun` and by the notebook functions that
-        it uses; also inside pytrees and plain objects, as deep as ``self.trainer.model``. Others, such as a global of
-        an imported module, are not updated.
+        arguments, in the object of a bound method, and in variables used by `fun` and the notebook functions it calls.
+        Pytrees and plain objects are searched too, as deep as ``self.trainer.model``. Others, such as a global of an
+        imported module, are not updated.
 
         Args:
             fun: A function or bound method, defined in a cell or in a module.
@@ -218,8 +218,8 @@ class Accelerator:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Call ``loss.backward()``, with the loss divided by the batches in its step and scaled for float16.
 
-        The divisor is `gradient_accumulation_steps`, or in the last step of a pass the number of batches left: with 10
-        batches and 4 per step, the last two losses are halved. (That requires a loader with a length.)
+        The divisor is `gradient_accumulation_steps`. In the last step of a pass it is the number of batches left, if
+        the loader has a length: with 10 batches and 4 per step, the last two losses are halved.
 
         Gradients are averaged over the ranks, so samples in a smaller batch count for more. The last batches of a pass
         may be smaller on some ranks. `Trainer` weights by samples. In your own loop, with a prepared loader and no

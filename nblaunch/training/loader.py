@@ -464,8 +464,8 @@ class ShardedLoader(DataLoader[T_co]):
         """Resume from a `state_dict`: passes of its epoch begin at its position.
 
         With another number of ranks or another batch size the remaining samples are divided again; none is lost or
-        repeated. If that is impossible, the next pass raises an ArgumentError: for a sampler that already shards, a
-        stream read by workers, or a custom batch sampler with another batch size. A state without ``world_size`` is not
+        repeated. This is impossible for a sampler that already shards, a stream read by workers, or a custom batch
+        sampler with another batch size: the next pass raises an ArgumentError. A state without ``world_size`` is not
         checked.
 
         Skipped batches of a map-style dataset are not loaded. A stream is read again up to the position.

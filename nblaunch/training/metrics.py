@@ -131,7 +131,7 @@ class Accuracy:
         """Add a batch of this rank.
 
         Args:
-            output: Scores of C classes, (N, C) or (N, C, ...); or predicted labels (integers) in the target's shape; or
+            output: Scores of C classes, (N, C) or (N, C, ...). Or predicted labels (integers) in the target's shape. Or
                 binary outputs (floats, with a `threshold`) in the target's shape, or with a last dimension of 1.
             target: Labels, (N,) or (N, ...).
 
@@ -192,9 +192,9 @@ class FromTorchmetrics:
     """Adapts a torchmetrics metric. It computes on a copy, so updates may continue after `compute`.
 
     `compute` exchanges the states of all ranks once; torchmetrics then reduces them by the metric's
-    ``dist_reduce_fx``. torchmetrics' own sync runs one collective per state, and per item of some lists, so ranks with
-    unequal numbers of batches, or none, can hang (https://github.com/Lightning-AI/torchmetrics/issues/813). Sums are
-    as exact as the metric's own dtype.
+    ``dist_reduce_fx``. The sync of torchmetrics itself runs one collective per state, and per item of some lists. It
+    can hang if ranks have different numbers of batches (https://github.com/Lightning-AI/torchmetrics/issues/813).
+    Sums are as exact as the metric's own dtype.
 
     Args:
         metric: A ``torchmetrics.Metric`` whose value is one number. For per-class values choose an ``average``.

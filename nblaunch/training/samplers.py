@@ -67,8 +67,8 @@ class RankSampler(Sampler[T], Generic[T]):
     `epoch`, so the next pass has its own order; a peek at the first index does not. Your own `set_epoch` wins.
 
     A plain DataLoader with workers reads its sampler ahead, so the sampler counts requested indices. With
-    `nblaunch.training.shard` it counts consumed ones: a peek never completes a pass, and a loop that stops at the last
-    batch, such as ``zip(range(n), loader)``, does.
+    `nblaunch.training.shard` it counts consumed ones. There a peek never completes a pass, but a loop that stops at the
+    last batch does, such as ``zip(range(n), loader)``.
 
     Args:
         num_replicas: Number of ranks that share the data. Default: the world size at iteration.

@@ -89,9 +89,8 @@ class TrainConfig:
         log_setup: See `Accelerator`.
         ddp_kwargs: Additional arguments for ``DistributedDataParallel``, such as ``{"find_unused_parameters": True}``.
         parallelism: A `Parallelism` to shard the model instead of replicating it. Each checkpoint is still one file,
-            which any number of ranks and the notebook can load. For a checkpoint, and at the end of `Trainer.fit`, the
-            model and the optimizer state are gathered in rank 0's CPU memory: with Adam three times the size of the
-            parameters.
+            which any number of ranks and the notebook can load. For a checkpoint, and at the end of `Trainer.fit`, rank
+            0 gathers the model and the optimizer state in CPU memory. Adam needs three times the parameters' size.
         launch: Additional arguments for `notebook_launcher`, such as ``{"engine": "slurm --time=60", "num_nodes": 2}``.
             `nprocs` is then the number of ranks per node, and the notebook and all nodes must share `checkpoint_dir`.
             With any option but ``view``, a single rank is launched too.

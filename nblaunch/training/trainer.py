@@ -349,8 +349,8 @@ class Trainer:
         In a rank, or under torchrun or srun, it trains as that rank.
         After a stop the model, the optimizer and `history` have the state after the last complete step.
         With a ``checkpoint_dir``, call `fit` again with the same arguments to resume after a stop or a failure. The
-        resumed run takes the same steps as an uninterrupted one (bit-identical on the CPU with one or two ranks; the
-        dataset's own random generators are not restored).
+        resumed run takes the same steps as an uninterrupted one, bit-identical on the CPU with one or two ranks. (The
+        dataset's own random generators are not restored.)
 
         Args:
             train: A dataset, shuffled in batches of ``config.batch_size`` per rank; or a DataLoader with its own
