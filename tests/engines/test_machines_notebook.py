@@ -16,8 +16,8 @@ def test_machines(ssh_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.Monke
     """Its folder, with the images, is on none of the machines: the ranks have what was sent."""
     monkeypatch.chdir(tmp_path)
     engine = f"ssh -F {ssh_hosts.config} n1 n2"
-    with running_kernel(NBLAUNCH_NOTEBOOK_ENGINE=engine, NBLAUNCH_QUICKSTART_DATA="digits") as kernel:
-        notebook = execute(kernel, "machines", tmp_path)
+    with running_kernel(NBLAUNCH_QUICKSTART_DATA="digits") as kernel:
+        notebook = execute(kernel, "machines", tmp_path, engine)
 
     assert "rank 0 of 2 runs on n1\nrank 1 of 2 runs on n2\n" in notebook.printed
     assert "n2: epoch 2, loss 0." in notebook.printed
