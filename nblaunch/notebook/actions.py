@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import keyword
 import re
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicArgumentParser
+from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
 from nblaunch.engines import current
@@ -35,12 +36,16 @@ _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
 _METRIC = re.compile(rf"(?<!\S)(--metrics?)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
 """The option, or what is often written for it, and its pattern: quoted as in a shell, with backslashes kept."""
 
+_METAVARS: dict[Any, dict[str, str]] = {int: {"metavar": "N"}, float: {"metavar": "SECONDS"}}
+"""By the type of an option."""
+
 
 class LineParser(MagicArgumentParser):
     """The parser of a magic's line. Options that are not given have no value."""
 
     def __init__(self, name: str, about: str, usage: str | None = None) -> None:
-        super().__init__(name, usage, about, argument_default=SUPPRESS)
+        formatter = functools.partial(MagicHelpFormatter, max_help_position=27, width=100)
+        super().__init__(name, usage, about, argument_default=SUPPRESS, formatter_class=formatter)
         self.allow_abbrev = False
 
     def values(self, words: Sequence[str]) -> dict[str, Any]:
@@ -51,7 +56,7 @@ class LineParser(MagicArgumentParser):
         said = f"unrecognized arguments: {' '.join(unknown)}"
         if "engine" in parsed:
             quoted = " ".join([parsed.engine, *map(shlex.quote, unknown)])
-            raise UsageError(f'{said}; put the engine\'s words in quotes: --engine "{quoted}"')
+            raise UsageError(f'{said}; quote the engine and its options: --engine "{quoted}"')
         typed = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(typed, self._option_string_actions, n=1) if typed.startswith("--") else []
         takes_ranks = any(action.dest == "num_processes" for action in self._actions)
@@ -60,17 +65,23 @@ class LineParser(MagicArgumentParser):
         if near:
             raise UsageError(f"{said}: did you mean {near[0]}?")
         is_long = self.usage is not None or len(self.usage_line) > 90
-        raise UsageError(f"{said}; {'%distributed help lists the options' if is_long else f'write {self.usage_line}'}")
+        raise UsageError(f"{said}; {'%distributed help lists the options' if is_long else f'usage: {self.usage_line}'}")
 
     @property
     def usage_line(self) -> str:
         return " ".join(self.format_usage().removeprefix("::").split())
 
 
+def arguments(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the arguments of one call of ``add_argument``."""
+    return flags, settings
+
+
 def parsing_of(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Return what ``add_argument`` takes for an option of the table."""
     option = TABLE[name]
-    return option.flags or (flag_of(name),), {"dest": name, "help": option.help, **option.parsing}
+    settings = {"dest": name, "help": option.help, **_METAVARS.get(option.parsing.get("type"), {}), **option.parsing}
+    return option.flags or (flag_of(name),), settings
 
 
 def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
@@ -90,7 +101,7 @@ def ranks(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentTypeError(f"{text}: must be comma-separated numbers, as in 0,2") from None
+        raise ArgumentTypeError(f"{text}: must be comma-separated ranks, as in 0,2") from None
 
 
 def python_name(text: str) -> str:
@@ -139,8 +150,8 @@ def command(
     return register
 
 
-_NAME = (("--name", "--session"), {"dest": "name", "help": "the session's name; default: the one used last"})
-_RANK = (("--rank",), {"type": ranks, "action": "extend", "help": "this rank, or several, as in --rank 0,2"})
+_NAME = arguments("--name", "--session", dest="name", help="the session; default: the most recently used one")
+_RANK = arguments("--rank", type=ranks, action="extend", help="restart only this rank, or several, as in --rank 0,2")
 
 
 def command_of(words: Sequence[str]) -> str:
@@ -154,7 +165,7 @@ def run(shell: Any, words: Sequence[str]) -> str:
     if not name:
         typed = f"%distributed {' '.join(words)}".strip()
         first = ", ".join(dict.fromkeys(each.split()[0] for each in COMMANDS))
-        raise UsageError(f"{typed}: write %distributed and one of {first}, or put %%distributed on top of a cell")
+        raise UsageError(f"{typed}: expected one of {first}; to run a cell, write %%distributed in its first line")
     try:
         return COMMANDS[name].run(shell, **COMMANDS[name].parser.values(words[len(name.split()) :]))
     except ArgumentError as error:
@@ -209,7 +220,7 @@ def _wait_for(launches: list[Launch]) -> None:
 
 @command("release")
 def _release(shell: Any) -> str:
-    """Give the nodes of other machines back, and end the ranks there."""
+    """Stop the ranks on other machines, and release their nodes."""
     on_nodes = [each for each in live_sessions.live_sessions().values() if any(r.host for r in each.state().ranks)]
     for each in on_nodes:
         each.stop()
@@ -219,13 +230,13 @@ def _release(shell: Any) -> str:
 
 @command("clear-cache")
 def _clear_cache(shell: Any) -> str:
-    """Free the data of earlier launches, which is kept for the next ones."""
+    """Free the cached data of earlier launches."""
     return f"freed {in_words(sent_data_cache.free())}"
 
 
-@command("preload", (("modules",), {"nargs": "+", "metavar": "NAME", "help": "as in torchvision.transforms"}))
+@command("preload", arguments("modules", nargs="+", metavar="NAME", help="a module, such as torchvision.transforms"))
 def _preload(shell: Any, modules: list[str]) -> str:
-    """Import modules ahead of later launches."""
+    """Import modules in advance, so that later launches start faster."""
     try:
         api.preload(modules)
     except ArgumentError as error:
@@ -239,8 +250,8 @@ def chosen_session(name: str | None, option: str = "--session") -> Session | Non
     found = live_sessions.find(name)
     if found is None and name is not None:
         known = ", ".join(live_sessions.live_sessions())
-        there = f"there are {known}" if known else f"start it with {command_line(name, '-n 2')}"
-        raise UsageError(f"{option} {name}: there is no such session; {there}")
+        there = f"running: {known}" if known else f"start it with {command_line(name, '-n 2')}"
+        raise UsageError(f"{option} {name}: no such session; {there}")
     return found
 
 
@@ -250,14 +261,13 @@ def session_of_cell(name: str | None) -> Session | None:
     ended = live_sessions.take_ended() if name is None else None
     if ended is None:
         return found
+    where = f"in session {found.name}" if found is not None else "on new ranks"
     if ended.was_idle:
-        where = f"in session {found.name}" if found is not None else "on ranks of its own"
         raise UsageError(
-            f"session {ended.name} has ended, with its variables: it was idle for its --idle-timeout. To go on, "
-            f"{ended.start_again}, or run the cell again {where}"
+            f"session {ended.name} ended after its --idle-timeout, and its variables are lost: {ended.start_again}, "
+            f"or run the cell again {where}"
         )
-    does = f"runs in session {found.name}" if found is not None else "gets ranks of its own"
-    show(f"session {ended.name} has ended, with its variables: this cell {does}; {ended.start_again}")
+    show(f"session {ended.name} has ended, and its variables are lost: this cell runs {where}; {ended.start_again}")
     return found
 
 
@@ -274,13 +284,13 @@ def _running(name: str | None) -> Session:
     return found
 
 
-_OUTPUT = (("-o", "--output"), {"type": python_name, "metavar": "NAME", "help": "bind the session to NAME"})
-_IDLE = (("--idle-timeout",), {"type": float, "help": "stop it after this many seconds without a task"})
+_OUTPUT = arguments("-o", "--output", type=python_name, metavar="NAME", help="store the session in this variable")
+_IDLE = arguments("--idle-timeout", type=float, metavar="SECONDS", help="stop after this long without a task")
 
 
 @command("session", _NAME, _IDLE, _OUTPUT, options=taken_by("session"))
 def _start(shell: Any, name: str = DEFAULT_NAME, output: str | None = None, **options: Any) -> str:
-    """Start ranks that stay between cells, with their variables."""
+    """Start a session: ranks that keep running between cells, with their variables."""
     started = session(name=name, **options)
     if output is not None:
         shell.user_ns[output] = started
@@ -291,18 +301,18 @@ def _start(shell: Any, name: str = DEFAULT_NAME, output: str | None = None, **op
 
 @command("session status", _NAME)
 def _session_status(shell: Any, name: str | None = None) -> str:
-    """Show what a session runs, and its ranks."""
+    """Show a session's current task and its ranks."""
     found = _running(name)
     others = ", ".join(each for each in live_sessions.live_sessions() if each != found.name)
     return found.status() + (f"\nother sessions: {others} (--name chooses one)" if others else "")
 
 
-_KEEP = (("--keep",), {"action": "store_true", "help": "new ranks get the variables of the old"})
+_KEEP = arguments("--keep", action="store_true", help="copy the variables of the old ranks to the new ones")
 
 
 @command("session restart", _NAME, _RANK, _KEEP)
 def _restart(shell: Any, name: str | None = None, rank: Sequence[int] | None = None, keep: bool = False) -> str:
-    """Start new ranks in place of the old ones."""
+    """Restart a session's ranks."""
     found = _running(name)
     check_ranks("--rank", rank, found.world_size)
     found.restart(rank, keep=keep)
@@ -311,7 +321,7 @@ def _restart(shell: Any, name: str | None = None, rank: Sequence[int] | None = N
 
 @command("session regroup", _NAME)
 def _regroup(shell: Any, name: str | None = None) -> str:
-    """Create a session's process group anew; its ranks keep their variables."""
+    """Recreate a session's process group; the ranks keep their variables."""
     found = _running(name)
     found.regroup()
     return "\n".join(filter(None, [found.status(), found.stale_names()]))
@@ -319,7 +329,7 @@ def _regroup(shell: Any, name: str | None = None) -> str:
 
 @command("session stop", _NAME)
 def _session_stop(shell: Any, name: str | None = None) -> str:
-    """End a session's ranks."""
+    """Stop a session."""
     found = _running(name)
     found.stop()
     return f"session {found.name} stopped"
@@ -327,7 +337,7 @@ def _session_stop(shell: Any, name: str | None = None) -> str:
 
 @command("who", _NAME)
 def _who(shell: Any, name: str | None = None) -> str:
-    """List the names that a session's ranks have."""
+    """List the variables of a session's ranks."""
     found = _running(name)
     lines = []
     for rank in range(found.world_size):
@@ -335,9 +345,9 @@ def _who(shell: Any, name: str | None = None) -> str:
     return "\n".join(lines)
 
 
-@command("debug", _NAME, (("--rank",), {"type": int, "help": "this rank, instead of the first to fail"}))
+@command("debug", _NAME, arguments("--rank", type=int, help="the rank to debug; default: the first that failed"))
 def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
-    """Debug a background launch whose rank waits for you, else the last error of a session's cell."""
+    """Debug a background launch that waits in the debugger, else the last error in a session."""
     waiting = [each for each in live_launches() if each.console.stopped]
     if waiting and name is None and rank is None:
         waiting[0].wait()
@@ -348,16 +358,16 @@ def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
     return ""
 
 
-@command("auto", (("state",), {"choices": ("on", "off")}))
+@command("auto", arguments("state", choices=("on", "off")))
 def _auto(shell: Any, state: str) -> str:
-    """Run every cell in the session, or no longer; %%local on top of a cell runs it here."""
+    """Run every cell in the session (on), or in the notebook (off). %%local runs one cell in the notebook."""
     if state == "on":
         _running(None)
     host().cells()  # those before this one ran here
     set_auto(shell, state == "on")
     if state == "on":
-        return "every cell runs in the session; %%local on top of a cell runs it here"
-    return "cells run here again"
+        return "every cell now runs in the session; write %%local in a cell's first line to run it in the notebook"
+    return "cells run in the notebook again"
 
 
 def help_text() -> str:

@@ -104,7 +104,7 @@ class WaitingDisplay:
         import ipywidgets  # slow, and nodes that are there need no wait
 
         line = ipywidgets.Label()
-        button = ipywidgets.Button(description="Cancel", tooltip="Wait no longer, and free what was reserved")
+        button = ipywidgets.Button(description="Cancel", tooltip="Stop waiting, and release the reserved nodes")
 
         def click(clicked: Any) -> None:
             button.disabled, line.value = True, "cancelling …"
@@ -176,4 +176,4 @@ def _follow_session(display: CellDisplay, state: Callable[[], SessionState], sho
                 shown = now.text()
                 display.show({"text/plain": shown})
     except Exception:  # noqa: BLE001  # the page is gone; the session goes on
-        _log.exception("the display of a session stopped")
+        _log.exception("failed to update the display of a session")

@@ -152,7 +152,6 @@ def _to_session(lines: list[str]) -> list[str]:
         return lines
     if live_sessions.find() is None:
         raise SyntaxError(
-            f"%distributed auto is on, but {live_sessions.how_to_start()}, or run cells here again with "
-            "`%distributed auto off`"
+            f"%distributed auto is on, but {live_sessions.how_to_start()}, or turn it off with `%distributed auto off`"
         )
     return ["%%distributed\n", *lines]

@@ -38,24 +38,24 @@ _MAX_CHART_POINTS = 100
 
 
 def compare(*runs: LaunchResult | pandas.DataFrame, **named: LaunchResult | pandas.DataFrame) -> Comparison:
-    """Lay the metrics of two or more runs over each other: ``compare(baseline=first, bigger=second)``.
+    """Compare the metrics of two or more runs: ``compare(baseline=first, bigger=second)``.
 
-    The last expression of a cell shows charts and a table of the last and best values, as means over the ranks. The
-    differences are those to the first run.
+    As the last expression of a cell, this shows charts and a table of the last and best values. Values are means over
+    the ranks, and differences are relative to the first run.
 
     Args:
-        runs: A result of `notebook_launcher`, or a DataFrame with a column for each metric, such as
+        runs: Results of `notebook_launcher`, or DataFrames with one column for each metric, such as
             ``result.metrics.to_pandas()`` or ``pandas.DataFrame(trainer.history)``.
-        named: The same, with their labels.
+        named: The same, each under its label.
 
     Raises:
-        TypeError: An argument is neither.
+        TypeError: An argument is neither a result nor a DataFrame.
         ValueError: There are fewer than two runs, or a run has no metrics.
     """
     given = [(f"argument {number}: ", run) for number, run in enumerate(runs, start=1)]
     given += [(f"{name}=", run) for name, run in named.items()]
     if len(given) < 2:
-        raise ArgumentError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
+        raise ArgumentError(f"compare() needs at least two runs, but got {len(given)}: compare(first, second)")
     metrics = [_metrics_of(argument, source) for argument, source in given]
     labels = [*named]
     for at, run in enumerate(runs):
@@ -92,7 +92,7 @@ def _report_of(number: int, row: Mapping[Any, Any]) -> Report:
 
 
 class Comparison:
-    """Several runs. A notebook shows charts and a table; elsewhere it is the table as text."""
+    """The metrics of several runs, shown as charts and a table in a notebook, and as a text table elsewhere."""
 
     def __init__(self, runs: Mapping[str, Metrics]) -> None:
         self._points: dict[str, dict[str, dict[int, list[Point]]]] = {label: {} for label in runs}
@@ -135,7 +135,7 @@ class Comparison:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record`."""
         cards = list(itertools.islice(filter(None, map(self._card, self._names)), _MAX_CHARTS))
-        note = "last value, its difference to the first run's, and the best; means over the ranks"
+        note = "last value (difference from the first run), then the best; means over the ranks"
         table = f'<pre style="{MONO};overflow-x:auto;margin-top:10px">{escape(repr(self))}</pre>'
         content = f'{"".join(cards)}{table}<div style="font-size:12px;{DIM}">{note}</div>'
         return {

@@ -19,6 +19,7 @@ from nblaunch.notebook import actions
 from nblaunch.notebook.actions import (
     COMMANDS,
     LineParser,
+    arguments,
     check_ranks,
     chosen_session,
     in_flags,
@@ -33,58 +34,40 @@ from nblaunch.notebook.cells import make_cell, names_used, paused
 from nblaunch.wire.messages import Cell, Payload
 
 _ABOUT = """\
-Run the cell on every rank. The notebook's names are in scope, and rank, world_size, local_rank and device.
+Run the cell on every rank. It can use the notebook's variables, and rank, world_size, local_rank and device.
 
     %%distributed -n 2 -o sums
     t = torch.ones(1) * rank
-    dist.all_reduce(t)  # the default process group is ready
+    dist.all_reduce(t)  # the default process group is initialized
     t.item()
 
-The last expression is what each rank returns. Names that the cell assigns stay in the ranks.
+Each rank returns the value of the last expression. Variables that the cell assigns exist only in the ranks.
 """
 _OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "output": (
-        ("-o", "--output"),
-        {
-            "type": python_name,
-            "metavar": "NAME",
-            "help": "bind the result: NAME[1] is what rank 1 returns; default: display what every rank returns",
-        },
+    "output": arguments(
+        *("-o", "--output"),
+        type=python_name,
+        metavar="NAME",
+        help="store the result: NAME[1] is rank 1's return value; default: display all return values",
     ),
-    "session": (
-        ("--session",),
-        {"metavar": "NAME", "help": "run in this session; default: the one used last, if there is one"},
+    "session": arguments(
+        "--session", metavar="NAME", help="run in this session; default: the most recently used one, if any"
     ),
-    "fresh": (
-        ("--fresh",),
-        {"action": "store_true", "help": "start new ranks for this cell, even if there is a session"},
+    "fresh": arguments("--fresh", action="store_true", help="start new ranks for this cell, even if a session exists"),
+    "ranks": arguments(
+        "--ranks", type=ranks, help="run only on these ranks, as in 0,2; the others join the group and return None"
     ),
-    "ranks": (
-        ("--ranks",),
-        {
-            "type": ranks,
-            "help": "run the cell on these ranks only, as in 0,2; the others join the group and return None",
-        },
+    "export": arguments(
+        "--export", metavar="FILE", help="write a torchrun script instead of running the cell; see nblaunch.export?"
     ),
-    "export": (
-        ("--export",),
-        {
-            "metavar": "FILE",
-            "help": "do not run the cell: write it, with what it uses, as a script for torchrun; see nblaunch.export?",
-        },
+    "sbatch": arguments(
+        "--sbatch", action="store_true", help="with --export: also write a job script for --engine 'slurm ...'"
     ),
-    "sbatch": (
-        ("--sbatch",),
-        {
-            "action": "store_true",
-            "help": "with --export: also write a job file for Slurm, with the options of --engine 'slurm ...'",
-        },
-    ),
-    "force": (("--force",), {"action": "store_true", "help": "with --export: replace files that exist"}),
+    "force": arguments("--force", action="store_true", help="with --export: overwrite existing files"),
 }
 """Options of cells alone."""
 _GROUPS = {
-    "most used": ("num_processes", "output", "device", "timeout", "block"),
+    "common options": ("num_processes", "output", "device", "timeout", "block"),
     "sessions": ("session", "fresh", "ranks"),
     "where ranks run": ("engine", "num_nodes", "backend", "start_method", "threads_per_rank", "preload"),
     "what is shown": ("view", "metric_patterns"),
@@ -112,7 +95,7 @@ CELL = _cell_parser()
 
 @actions.command("help")
 def _help(shell: Any) -> str:
-    """Show this text."""
+    """Show this help."""
     return DistributedMagics.distributed.__doc__ or ""
 
 
@@ -133,7 +116,7 @@ class DistributedMagics(Magics):
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
             command = f"%%rank {line}".rstrip()
             raise UsageError(
-                f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
+                f"{command}: give only ranks, as in %%rank 0 or %%rank 0,2; for options, use %%distributed --ranks 0"
             )
         chosen = ranks(line)
         check_ranks("%%rank", chosen, session.world_size)
@@ -143,7 +126,7 @@ class DistributedMagics(Magics):
     @cell_magic
     @no_var_expand
     def local(self, line: str, cell: str) -> None:
-        """Run the cell in the notebook, also after ``%distributed auto on``."""
+        """Run the cell in the notebook, even after ``%distributed auto on``."""
         if line.strip():
             raise UsageError(f"%%local {line.strip()}: %%local takes no arguments")
         with paused():
@@ -158,13 +141,11 @@ class DistributedMagics(Magics):
         if cell is None:
             return show(actions.run(self.shell, words))
         if words and words[0] in COMMANDS:
-            raise UsageError(
-                f"%%distributed {words[0]}: a cell takes options, such as -n 2; without a cell: %distributed {words[0]}"
-            )
+            raise UsageError(f"%%distributed {words[0]}: to run this command, write %distributed {words[0]} with one %")
         given = CELL.values(words)
         path, is_job, is_forced = given.pop("export", None), given.pop("sbatch", False), given.pop("force", False)
         if path is None and (is_job or is_forced):
-            raise UsageError(f"--{'sbatch' if is_job else 'force'}: only with --export, as in --export train.py")
+            raise UsageError(f"--{'sbatch' if is_job else 'force'} requires --export, as in --export train.py")
         if path is not None:
             return self._export(cell, path, given, is_job, is_forced)
         return self._run(cell, given)
@@ -188,7 +169,7 @@ class DistributedMagics(Magics):
         output, chosen = given.pop("output", None), given.pop("ranks", None)
         name, is_fresh = given.pop("session", None), given.pop("fresh", False)
         if name is not None and is_fresh:
-            raise UsageError(f"--session {name} --fresh: a cell runs in a session, or on fresh ranks")
+            raise UsageError(f"--session {name} --fresh: use only one of these options")
         session = None if is_fresh else session_of_cell(name)
         try:
             options = Options(**given)
@@ -215,8 +196,7 @@ class DistributedMagics(Magics):
         for name, value in given.items():
             if name not in taken_by("cell") and (name, value) != ("num_processes", session.world_size):
                 raise UsageError(
-                    f"{flag_of(name)} {value}: session {session.name} has its ranks already; use --fresh for ranks of "
-                    "the cell's own"
+                    f"{flag_of(name)} {value}: cannot be changed in session {session.name}; use --fresh for new ranks"
                 )
 
     def _prepare(self, cell: Cell, options: Options) -> Any:

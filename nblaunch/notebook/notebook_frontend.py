@@ -151,7 +151,7 @@ def import_widget() -> None:
         importlib.import_module("nblaunch.notebook.widget")
     except Exception as error:  # noqa: BLE001  # a broken installation may raise anything
         _widget_problem = f"{type(error).__name__}: {error}"
-        warn(f"anywidget cannot be imported ({_widget_problem}): launches are shown as text")
+        warn(f"anywidget cannot be imported ({_widget_problem}), so launches are shown as text: reinstall anywidget")
 
 
 def _cell_writer() -> Callable[[str, Stream], None]:

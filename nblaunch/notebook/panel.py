@@ -264,7 +264,7 @@ class PanelView(View):
         try:
             self._display.context.copy().run(self._send_until_over)
         except Exception:  # noqa: BLE001  # widgets may raise anything; the launch continues
-            _log.exception("the panel of %s stopped; its logs and result are safe", self._record().name)
+            _log.exception("the panel of %s failed; its logs and its result are not affected", self._record().name)
             with self._lock:
                 self._sender = None
 

@@ -150,7 +150,7 @@ class PanelState:
                 self._mark("charts")
         elif not self._has_noted_limit:
             self._has_noted_limit = True
-            self.add_note(0.0, f"more than {_MAX_METRICS} metrics: find the others in the result's metrics")
+            self.add_note(0.0, f"only the first {_MAX_METRICS} metrics are shown; see result.metrics for the others")
 
     def set_resources(self, usages: Iterable[Usage]) -> None:
         for usage in usages:

@@ -49,7 +49,7 @@ class ShellChannel:
         self._over = threading.Event()
         self._busy_at = self._busy_until = 0.0
         if self._stream is None:
-            _log.debug("this shell has no channel to read: a reloaded page shows its panels after the cell")
+            _log.debug("cannot read the shell channel: a reloaded page shows its panels only after the cell")
 
     @contextlib.contextmanager
     def answered(self, over: threading.Event) -> Iterator[None]:
@@ -118,13 +118,13 @@ class ShellChannel:
                 return False
             message = session.deserialize(parts, content=True, copy=False)
         except Exception:  # noqa: BLE001  # malformed, or not signed with the kernel's key
-            _log.debug("an unreadable message is left to the kernel", exc_info=True)
+            _log.debug("cannot read a message; the kernel handles it", exc_info=True)
             return False
         self._publish("busy", message)
         try:
             handler(idents, message)
         except Exception:  # noqa: BLE001  # widgets may raise anything; the cell continues
-            _log.exception("answering a %s failed", header["msg_type"])
+            _log.exception("failed to answer a %s", header["msg_type"])
         self._publish("idle", message)
         if not self._over.is_set():
             self._publish_busy()

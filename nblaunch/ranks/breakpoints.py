@@ -85,14 +85,14 @@ class Breakpoints:
         if keyboard.link.is_stopping:
             return  # ``finally`` has its grace period, and no more
         if not (keyboard.can_type and keyboard.is_here):
-            why = "no one can type here" if keyboard.is_here else "this is a child process of the rank"
+            why = "input is not available" if keyboard.is_here else "called in a child process of the rank"
             self._pass_by(frame, call, why)
             return
         debugger = self._debuggers.get(_thread.get_ident())
         if debugger is None:
             debugger = self._debuggers[_thread.get_ident()] = self._new("breakpoint")
         if debugger.is_open:
-            debugger.message(self._said(frame, call, "it was called from the debugger"))
+            debugger.message(self._said(frame, call, "already in the debugger"))
         else:
             debugger.set_trace(frame)
 
@@ -108,7 +108,7 @@ class Breakpoints:
             raise RuntimeError(said)
         if place not in self._has_noted:
             self._has_noted.add(place)
-            sys.stderr.write(f"{said}, so the rank goes on\n")
+            sys.stderr.write(f"{said}, so the breakpoint is skipped\n")
 
     # -------------------------------------------------------------- exceptions, and looks
     def examine(self, error: BaseException) -> None:
@@ -129,7 +129,7 @@ class Breakpoints:
         try:
             _thread.start_new_thread(self._look, (message,))  # `threading` must list the user's threads only
         except RuntimeError as error:  # ulimit -u
-            self._say_of_look(f"cannot be looked at: {error}")
+            self._say_of_look(f"cannot be inspected: {error}")
 
     def _look(self, message: Look) -> None:
         if not self._keyboard.turn.acquire(timeout=timeouts.LOOK_TIMEOUT_S / 2):  # the last look may be closing
@@ -138,7 +138,7 @@ class Breakpoints:
         try:
             frame = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
             if frame is None:
-                self._say_of_look("runs no code of yours now")
+                self._say_of_look("is not running your code right now")
                 return
             debugger = self._new("look", message.command)
             debugger.reset()

@@ -31,12 +31,7 @@ _MAX_ERROR = 1000
 _MAX_TEXT = 1 << 20
 _TAKES_EXCEPTIONS = hasattr(ipythons, "CHAIN_EXCEPTIONS")  # from IPython 8.15 on: its command `exceptions`
 _MOVES = {"continue", "next", "return", "step", "until"}
-_REFUSED = {
-    "commands": "commands: not in a rank",
-    "debug": "debug: not in a rank",
-    "interact": "interact: not in a rank; type statements here",
-    "run": "run the cell again",
-}
+_REFUSED = {"commands": "", "debug": "", "interact": "; type statements at this prompt", "run": "; run the cell again"}
 _PAUSES = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
@@ -163,17 +158,17 @@ class RankDebugger(Pdb):
         moves = name in _MOVES
         self._steps = moves and self._by == "breakpoint" and (name != "continue" or bool(self.breaks))
         if name in _REFUSED:
-            self.error(_REFUSED[name])
+            self.error(f"{name}: not supported in a rank{_REFUSED[name]}")
         elif self._by == "breakpoint" or not (moves or name == "jump" or (name in ("break", "tbreak") and arg)):
             return super().onecmd(line)
         elif not moves:
-            self.error(f"only a rank that has stopped at a breakpoint takes {name}")
+            self.error(f"{name}: only available at a breakpoint")
         elif self._by == "look":
-            self.message("This rank runs on by itself; q closes the look at it")
+            self.message("This rank is running and cannot be stepped; type q to close the debugger")
         return moves and self._by == "exception"  # nothing goes on after one
 
     def do_quit(self, arg: str) -> bool:
-        """q(uit): end the debugging. In a running rank, interrupt all ranks of the launch."""
+        """q(uit): close the debugger. At a breakpoint, also interrupt all ranks of the launch."""
         if self._by == "breakpoint":
             self._has_quit = True
             self.set_continue()
@@ -186,7 +181,7 @@ class RankDebugger(Pdb):
         return self.do_quit(arg)
 
     def do_pinfo(self, arg: str, detail_level: int = 0) -> None:
-        """pinfo: print what is known of an object, as ``x?`` does."""
+        """pinfo: print the documentation of an object, as ``x?`` does."""
         try:
             found = self._getval(arg)
         except Exception:  # noqa: BLE001  # which pdb has printed
@@ -194,11 +189,11 @@ class RankDebugger(Pdb):
         self.message(str(self.shell.inspector._get_info(found, arg, detail_level=detail_level)["text/plain"]).rstrip())
 
     def do_pinfo2(self, arg: str) -> None:
-        """pinfo2: print what is known of an object, and its source, as ``x??`` does."""
+        """pinfo2: print the documentation and the source of an object, as ``x??`` does."""
         self.do_pinfo(arg, detail_level=1)
 
     def do_place(self, arg: str) -> None:
-        """place: print the current line with its place."""
+        """place: print the current line and its location."""
         frame, line = self.stack[self.curindex]
         source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
         self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")

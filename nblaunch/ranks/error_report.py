@@ -65,7 +65,7 @@ def call_hook(error: BaseException) -> None:
 
 
 def unsendable_result(rank: int, task: int, result: Any, error: Exception) -> Failed:
-    reason = pickling.explain(result, "result") or f"the result cannot be sent: {text_of(error)}"
+    reason = pickling.explain(result, "result") or f"the return value cannot be pickled: {text_of(error)}"
     return Failed(rank, task, time.monotonic_ns(), "result", _type_name(type(error)), str(reason), _traceback(error))
 
 

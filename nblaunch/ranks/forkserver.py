@@ -131,7 +131,7 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
             known |= new
             problem = fork_problem()
             if file := edited(new):
-                problem = problem or f"it imports {file}, whose files may be edited between launches"
+                problem = problem or f"it imports {file}, which may be edited between launches"
             if problem:
                 return package, problem
     finally:
@@ -143,9 +143,9 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
 def fork_problem() -> str:
     threads = processes.thread_count()
     if threads > 1:
-        return f"the preload left {threads} threads running, and forking them is not safe"
+        return f"preloading left {threads} threads running, and forking a multi-threaded process is unsafe"
     if has_used_cuda():
-        return "the preload initialised CUDA, which does not survive a fork"
+        return "preloading initialized CUDA, which cannot be used after a fork"
     return ""
 
 
@@ -208,7 +208,7 @@ class _Server:
                 pid = os.fork()
             except OSError as error:
                 with contextlib.suppress(OSError):  # the kernel has abandoned this launch
-                    Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}{remedy(error)}"))
+                    Channel(sock).send(NotStarted(-1, f"the fork server failed to fork: {error}{remedy(error)}"))
                 return
             if pid == 0:
                 self.children.close()

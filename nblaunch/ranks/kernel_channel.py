@@ -258,15 +258,14 @@ class Keyboard:
         text = str(prompt)
         call = f"{'getpass' if is_secret else 'input'}({text!r})"
         if not self.is_here:
-            raise EOFError(f"{call}: this is a child process of the rank, which has no keyboard; ask in the rank")
+            raise EOFError(f"{call}: not available in a child process of a rank; call it in the rank itself")
         if not self.can_type:
             raise EOFError(
-                f"{call}: no one can type here; pass the answer as an argument, or run the cell where a person can "
-                "answer"
+                f"{call}: input is not available; pass the value as an argument, or run the cell interactively"
             )
         link = self.link
         if link.is_stopping:
-            raise EOFError(f"{call}: the task is being stopped, so no one is asked")
+            raise EOFError(f"{call}: the task is being stopped")
         with self.turn:
             link.send(Opened(link.rank, link.task, "input"))
             try:

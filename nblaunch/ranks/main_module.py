@@ -34,8 +34,8 @@ def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
                 if name in names:
                     return names[name]
             raise AttributeError(
-                f"module '__main__' has no attribute '{name}': the launch did not send this name of the notebook. "
-                "Use it in the function or cell, or pass it as an argument"
+                f"module '__main__' has no attribute '{name}' in this rank. A launch sends only the names that the "
+                "function or cell uses: use the name there, or pass its value as an argument"
             )
 
         def __setattr__(self, name: str, value: Any) -> None:

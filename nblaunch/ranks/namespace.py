@@ -157,7 +157,7 @@ class Namespace(pickling.Home):
         probe = _Probe()
         probe.names = self.names
         error = pickling.explain(value, f"`{name}`", probe)
-        ends = f"`{name}` holds a {probe.found}, whose process group ends: what it wraps needs a name of its own"
+        ends = f"`{name}` holds a {probe.found}, which needs the old process group: store what it wraps separately"
         return ends if probe.found else str(error or "")
 
     def _dump(self) -> Payload:
@@ -166,7 +166,7 @@ class Namespace(pickling.Home):
         values = {name: value.module if needs_unwrapping(value) else value for name, value in named.items()}
         lost = {name: reason for name, value in values.items() if (reason := self._why_not(name, value))}
         values = {name: value for name, value in values.items() if name not in lost}
-        changed = {name: f"`{name}` is kept as the module it wraps: wrap it again" for name in values}
+        changed = {name: f"only the module inside `{name}` was kept: wrap it again" for name in values}
         lost |= {name: said for name, said in changed.items() if values[name] is not named[name]}
         said = [reason for name, reason in lost.items() if _is_shown(name)]
         digests = {name: self._digests[name] if self._is_notebooks(name) else b"" for name in values}

@@ -74,9 +74,8 @@ def report(
 
     Args:
         first: The step, or metrics as a dict: ``report({"loss": 0.5}, step=1)``.
-        step: The training step, in any unit: batches, epochs. Default: none.
-        metrics: Numbers by name, such as ``accuracy=0.97``, or one-element tensors and arrays. A CUDA tensor
-            synchronizes.
+        step: The training step, in any unit, such as batches or epochs. Default: None.
+        metrics: Numbers or one-element tensors or arrays, by name, as in ``accuracy=0.97``. CUDA tensors synchronize.
 
     Raises:
         TypeError: A metric is not a number, or the step is not a whole number.
@@ -89,21 +88,21 @@ def report(
             raise TypeError(f"report({first!r:.80}, step={step!r:.80}): give the step once, and metrics by name")
         step = first
     if unnamed := [name for name in given if not isinstance(name, str)]:
-        raise TypeError(f"report({{{unnamed[0]!r:.80}: ...}}): the name of a metric must be a string")
+        raise TypeError(f"report({{{unnamed[0]!r:.80}: ...}}): metric names must be strings")
     values = {name: _number(name, value) for name, value in given.items()}
     at = None if step is None else _step(step)
     spool({"time": time.time(), "step": at, "metrics": values})
 
 
 def mark_best(metric: str, step: int, value: SupportsFloat | None = None) -> None:
-    """Mark a step as the best one so far by a metric: in the metric's chart, and in ``result.metrics.best``.
+    """Mark a step as the best so far for a metric, in the metric's chart and in ``result.metrics.best``.
 
-    A later mark of the same metric replaces it. A no-op outside a launch.
+    A later call for the same metric replaces the mark. A no-op outside a launch.
 
     Args:
         metric: The name of a metric that this rank reports.
         step: The step of the report.
-        value: Its value. Default: what this rank has reported for the metric at that step.
+        value: The metric's value. Default: the value that this rank reported at `step`.
 
     Raises:
         TypeError: The metric is not a name, the step is not a whole number, or the value is not a number.
@@ -167,14 +166,14 @@ _bars: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 class progress(Generic[T]):  # noqa: N801  # called like a function: for batch in progress(loader)
-    """Iterate with a progress bar for this rank in the notebook. Outside a launch, only iterate.
+    """Iterate over `iterable` and show a progress bar for this rank. Outside a launch, show no bar.
 
     Bars can be nested: ``for epoch in progress(range(10)): for batch in progress(loader): ...``.
 
     Args:
         iterable: The items.
-        total: The number of items. Default: ``len(iterable)``, or unknown if it has none.
-        desc: The label of the bar. Default: none.
+        total: The number of items. Default: ``len(iterable)``, or unknown if the iterable has no length.
+        desc: The label of the bar. Default: no label.
     """
 
     def __init__(self, iterable: Iterable[T], total: int | None = None, desc: str = "") -> None:
@@ -187,7 +186,7 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
 
     def __len__(self) -> int:
         if self.total is None:
-            raise TypeError("progress() cannot determine the length: pass total=")
+            raise TypeError("progress(): the iterable has no length; pass total=")
         return self.total
 
     def __iter__(self) -> Iterator[T]:

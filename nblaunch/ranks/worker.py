@@ -339,7 +339,7 @@ def _call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[s
     try:
         return result, unreturned(payload.watched, before, result)
     except Exception:  # noqa: BLE001  # a user's module or container
-        _log.info("cannot check the payload's values for modifications", exc_info=True)
+        _log.info("cannot check whether the task modified the notebook's values", exc_info=True)
         return result, ()
 
 

@@ -115,7 +115,7 @@ def _reporting(action: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit):  # noqa: BLE001  # whatever a module raises: the function may do without it
         reason = traceback.format_exc(limit=0).strip().splitlines()[-1]
-        sys.stderr.write(f"nblaunch: this rank cannot {action}, as a cell of the notebook did: {reason}\n")
+        sys.stderr.write(f"nblaunch: this rank failed to {action} as the notebook did: {reason}\n")
 
 
 def import_here(modules: Mapping[str, bool]) -> None:

@@ -194,8 +194,7 @@ def kept(key: str) -> Any:
         return _kept[key]
     except KeyError:
         raise LostReferenceError(
-            "an object refers to a tensor or module that the notebook sent before, and that this rank has deleted: "
-            "run the cell again, which sends both"
+            "an object refers to a tensor or module that this rank has deleted: run the cell again to send both"
         ) from None
 
 

@@ -37,7 +37,7 @@ def check(
     """Return the call's arguments by parameter name, without those that the ranks fill in."""
     called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004  # its code
     if any(map(inspect.iscoroutinefunction, (function, called))):
-        raise TypeError("it is an async function, which ranks do not await: launch a function that calls asyncio.run")
+        raise TypeError("it is an async function, which nothing would await: launch a function that calls asyncio.run")
     return _fit(function, args, kwargs, world_size)[0]
 
 
@@ -122,13 +122,13 @@ def _fit(
     if as_spawn is not None and "world_size" in taken and not _is_size(as_spawn["world_size"], world_size):
         if usual is None:
             size = _brief(as_spawn["world_size"])
-            raise TypeError(f"args gives world_size={size}, but the launch has {world_size} ranks: leave it out")
+            raise TypeError(f"args has world_size={size}, but the launch has {world_size} ranks: leave world_size out")
         as_spawn = None
     if usual is not None and as_spawn is not None and not isinstance(as_spawn.get("device", 0), int):
         usual = None  # nothing but a device can be meant
     if usual is not None and as_spawn is not None and world_size is not None:
         name = taken[0]
-        raise TypeError(f"args may give `{name}`, as for mp.spawn, or leave it out: give `{name}` by kwargs")
+        raise TypeError(f"args is ambiguous: it may include `{name}`, as for mp.spawn, or not; pass `{name}` in kwargs")
     if usual is not None:
         return usual, tuple(names)
     if as_spawn is not None:
@@ -137,7 +137,7 @@ def _fit(
     if set(names).isdisjoint(by_position):
         raise TypeError(reason)
     others = ", ".join(f"`{name}`" for name in by_position if name not in special) or "no parameter"
-    raise TypeError(f"{reason}; args fill {others}: each rank passes its own {' and '.join(f'`{n}`' for n in names)}")
+    raise TypeError(f"{reason}; args fill {others}, and nblaunch fills in {' and '.join(f'`{n}`' for n in names)}")
 
 
 def _is_size(value: Any, world_size: int | None) -> bool:
@@ -159,5 +159,5 @@ def _check_partial(function: functools.partial[Any]) -> None:
     for parameter, value in zip(_parameters(function.func), function.args, strict=False):
         if parameter.name in _PER_RANK and parameter.kind in _BY_POSITION and (empty is None or value is not empty):
             raise TypeError(
-                f"the partial gives every rank the same `{parameter.name}`: give the partial its arguments by keyword"
+                f"the partial binds `{parameter.name}` to one value for all ranks: bind its arguments by keyword"
             )

@@ -238,7 +238,7 @@ def budget(kept: int) -> int:
     if not chosen:
         return (free_memory() + kept) // _BUDGET_SHARE
     if not chosen.isdecimal():
-        raise ArgumentError(f"NBLAUNCH_KEEP_BYTES={chosen!r}: must be a number of bytes; 0 keeps nothing")
+        raise ArgumentError(f"NBLAUNCH_KEEP_BYTES={chosen!r}: must be a number of bytes; 0 disables the cache")
     return int(chosen)
 
 

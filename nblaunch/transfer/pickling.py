@@ -41,8 +41,8 @@ class OfNotebookError(reducers.RefusedError):
     """An object is of use in the notebook alone: its ``__reduce__`` raises this."""
 
     def __init__(self, thing: object, what: str) -> None:
-        advice = "%%local on top of a cell of a session runs it in the notebook"
-        super().__init__(thing, f"{what}, which only the notebook can use", advice)
+        advice = "write %%local in the first line of the cell to run it in the notebook"
+        super().__init__(thing, f"{what}, which works only in the notebook", advice)
 
 
 @dataclass(slots=True)

@@ -194,7 +194,7 @@ def _operator(module: str, name: str) -> Any:
 
 
 _refuse_operator = _refusal(
-    "an operator of torch that exists in the notebook alone",
+    "a torch operator that is defined only in the notebook",
     "define it with torch.library.custom_op inside the function, or in a module that it imports",
 )
 
@@ -249,7 +249,7 @@ def as_for_child(sink: BufferSink | None) -> Iterator[None]:
 def _check_here(obj: Any, sink: BufferSink | None) -> None:
     if sink is not None and not sink.is_here:
         raise RefusedError(
-            obj, "which ranks on other machines cannot share", "return values, or report(...) them while the ranks run"
+            obj, "which ranks on other machines cannot share", "return values, or send them with report(...)"
         )
 
 
@@ -303,11 +303,9 @@ def _check_lock(lock: Any, sink: BufferSink | None) -> None:
 # ------------------------------------------------------------------ the table
 _NOT_FOR_CHILDREN = ("multiprocessing.", "_ctypes.", "accelerate.", "transformers.")
 _refuse_for_one_process = _refusal(
-    "which knows the notebook's one process, and would take each rank for rank 0 of 1", "create it inside the function"
+    "which was created for a single process, so every rank would be rank 0 of 1", "create it inside the function"
 )
-_refuse_script = _refusal(
-    "a script of torch.jit", "write it to a file by torch.jit.save, and load it inside the function"
-)
+_refuse_script = _refusal("a TorchScript object", "save it with torch.jit.save, and load it inside the function")
 _ROWS: dict[str, Row] = {
     "builtins.function": _reduce_function,
     "builtins.method": _reduce_method,
@@ -320,7 +318,7 @@ _ROWS: dict[str, Row] = {
     "torch.jit._script.ScriptModule": _refuse_script,
     "torch.jit.torch.jit.ScriptFunction": _refuse_script,
     "torch.export.exported_program.ExportedProgram": _refusal(
-        "an exported program", "write it to a file by torch.export.save, and load it inside the function"
+        "an exported program", "save it with torch.export.save, and load it inside the function"
     ),
     "torch.nn.modules.module.Module": _reduce_module,
     "torch._library.custom_ops.CustomOpDef": _reduce_operator,

@@ -58,8 +58,8 @@ def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
             return typed_storage, (obj._untyped_storage, obj.dtype)
         if kind.__name__ == "DTensor" and issubclass(kind, torch.Tensor):
             raise TypeError(
-                "the ranks divide this tensor, and this is one rank's part: take the whole, by full_tensor() or for "
-                "a module by full_state(model) of nblaunch.training.parallelism, which every rank must call"
+                "this DTensor holds only one rank's shard: on every rank, call its full_tensor(), or for a module "
+                "nblaunch.training.parallelism.full_state(model)"
             )
         if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
             return tensor_v3_rebuilder, ()
@@ -256,7 +256,7 @@ def _reduce_map(array: Any) -> tuple[Any, ...] | None:
     steps = (max(0, (size - 1) * stride) for size, stride in zip(array.shape, array.strides, strict=True))
     end = offset + sum(steps) + array.itemsize
     if (size := os.path.getsize(array.filename)) < end:  # reading it would end the process by SIGBUS
-        raise ValueError(f"{array.filename} was truncated to {size} bytes, and its first {end} are used: map it again")
+        raise ValueError(f"{array.filename} was truncated to {size} bytes, but the map needs {end}: map it again")
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         return None
     mode = "r+" if array.flags.writeable else "r"  # w+ would empty the file
@@ -269,7 +269,7 @@ def mapped(kind: Any, filename: str, identity: Any, dtype: Any, mode: Any, offse
     import numpy
 
     if _identity(filename) != identity:
-        raise ValueError(f"{filename} is another file than the one that was sent: map it again")
+        raise ValueError(f"{filename} was replaced since it was sent: map it again")
     if os.path.getsize(filename) < offset + dtype.itemsize * int(numpy.prod(shape, dtype=numpy.int64)):
-        raise ValueError(f"{filename} is shorter than what is mapped of it")
+        raise ValueError(f"{filename} was truncated since it was sent: map it again")
     return numpy.memmap(filename, dtype, mode, offset, shape, order).view(kind)

@@ -131,7 +131,7 @@ class Channel:
             del self._bytes[:end]
             if len(self._fds) < count:
                 self._close_fds()
-                lost = LostDescriptorsError(errno.EMFILE, f"too many open files (ulimit -n) for {count} more")
+                lost = LostDescriptorsError(errno.EMFILE, f"too many open files (ulimit -n) to receive {count} more")
                 lost.message = pickle.loads(body)
                 raise lost
             fds, self._fds = self._fds[:count], self._fds[count:]

@@ -201,7 +201,7 @@ def test_ranks_that_run_can_be_looked_at(kernel: Kernel) -> None:
     assert cell.prompts == [*[PROMPTS[1]] * 3, *[PROMPTS[0]] * 3, *[PROMPTS[1]] * 2]
     assert re.search(r"rank 0 runs on, Cell In\[\d+\], line 8\n", said)
     assert "(0, tensor([0., 0.]))" in said
-    assert "This rank runs on by itself" in said
+    assert "This rank is running and cannot be stepped" in said
 
 
 @pytest.mark.parametrize("quits", ["q", "\x04"])
@@ -245,7 +245,7 @@ class Data(torch.utils.data.Dataset):
 list(torch.utils.data.DataLoader(Data(), num_workers=1))"""
     kernel.run("import torch").check()
     cell = kernel.run(f"%%distributed -n 1 -o _\n{body}").check()
-    assert "this is a child process of the rank, so the rank goes on" in cell.text
+    assert "called in a child process of the rank, so the breakpoint is skipped" in cell.text
 
 
 # ------------------------------------------------------------------ time, stops and deaths
@@ -390,7 +390,7 @@ def silent(kernel: Kernel) -> Iterator[Kernel]:
 def test_without_an_input_box_the_rank_goes_on(silent: Kernel) -> None:
     cell = silent.run(STOPS.replace("y = x", "breakpoint(); y = x") + RUN).check()
     assert re.search(
-        r"\[rank 1\] breakpoint\(\) at Cell In\[\d+\], line 7, in train \(rank 1\): no one can type here", cell.text
+        r"\[rank 1\] breakpoint\(\) at Cell In\[\d+\], line 7, in train \(rank 1\): input is not available", cell.text
     )
     assert "[[1.0, 1.0], [1.0, 1.0]]" in cell.text
 
@@ -402,7 +402,7 @@ def test_without_an_input_box_the_rank_goes_on(silent: Kernel) -> None:
             f"{STOPS}notebook_launcher(train, num_processes=2, on_breakpoint='fail')",
             r"RuntimeError: breakpoint\(\) at .*rank 1",
         ),
-        ("%%distributed -n 1\ninput('name? ')", r"EOFError: input\('name\? '\): no one can type here"),
+        ("%%distributed -n 1\ninput('name? ')", r"EOFError: input\('name\? '\): input is not available"),
         (FAILS.replace("-n 2\n", "-n 2 --pdb\nimport torch.distributed as dist\n"), "ValueError: no"),
     ],
     ids=["a breakpoint may fail instead", "input() ends", "an error is just raised"],
@@ -413,7 +413,7 @@ def test_without_an_input_box(silent: Kernel, cell: str, error: str) -> None:
 
 def test_a_cell_whose_output_is_captured_goes_on(kernel: Kernel) -> None:
     kernel.run(f"%%capture said\n{STOPS}{RUN}").check()
-    assert "no one can type here" in kernel.ask("said.stdout + said.stderr")
+    assert "input is not available" in kernel.ask("said.stdout + said.stderr")
 
 
 def test_pythonbreakpoint_0_disables_breakpoints(kernel: Kernel) -> None:

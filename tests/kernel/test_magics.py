@@ -132,11 +132,11 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
             "%distributed preload no_such_package",
             "%distributed preload 'no_such_package': no such module is installed",
         ),
-        ("%distributed status recorder", "unrecognized arguments: recorder; write %distributed status"),
-        ("%distributed -n 4 status", "put %%distributed on top of a cell"),
-        ("%distributed status --background", "write %distributed st"),
-        ("--sbatch", "--sbatch: only with --export, as in --export train.py"),
-        ("--force", "--force: only with --export, as in --export train.py"),
+        ("%distributed status recorder", "unrecognized arguments: recorder; usage: %distributed status"),
+        ("%distributed -n 4 status", "to run a cell, write %%distributed in its first line"),
+        ("%distributed status --background", "usage: %distributed st"),
+        ("--sbatch", "--sbatch requires --export, as in --export train.py"),
+        ("--force", "--force requires --export, as in --export train.py"),
         (
             r"--metric 'loss: ([\d.]+)'",
             r"--metric 'loss: ([\d.]+)': name the group that holds the number, as in (?P<loss>[\d.]+)",
@@ -179,7 +179,7 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
         ("-n 2 --metrics 'x'", "unrecognized arguments: --metrics=x: did you mean --metric?"),
         ("--nproc_per_node 2", "unrecognized arguments: --nproc_per_node 2: did you mean -n?"),
-        ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
+        ("status", "%%distributed status: to run this command, write %distributed status with one %"),
     ],
 )
 def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fix: str) -> None:
@@ -192,7 +192,7 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
     said = kernel.run("%distributed").stderr
-    assert "write %distributed and one of status, stacks, stop, release, clear-cache, preload, session, who," in said
+    assert "%distributed: expected one of status, stacks, stop, release, clear-cache, preload, session, who," in said
     shown = kernel.run("%distributed help").check().text
     assert "Run the cell on every rank" in shown
     assert "%distributed debug [--name NAME] [--rank RANK] Debug a background launch" in " ".join(shown.split())

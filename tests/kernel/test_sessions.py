@@ -415,9 +415,9 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
         ("%distributed session --idle-timeout 0 --name x", "--idle-timeout 0.0: must be a number of seconds above 0"),
         ("%distributed session restart --rank 0,9", "--rank 0,9: the ranks are 0 and 1"),
         ("%distributed session restart --rank 0,x", "argument --rank: 0,x: must be comma-separated numbers"),
-        ("%distributed session stop b", "unrecognized arguments: b; write %distributed session stop [--name NAME]"),
+        ("%distributed session stop b", "unrecognized arguments: b; usage: %distributed session stop [--name NAME]"),
         ("%distributed session stop --name b", "--name b: there is no such session; there are main"),
-        ("%distributed who main", "unrecognized arguments: main; write %distributed who [--name NAME]"),
+        ("%distributed who main", "unrecognized arguments: main; usage: %distributed who [--name NAME]"),
         ("%distributed who --session b", "--name b: there is no such session; there are main"),
         ("%%distributed --session main --fresh\n1", "--session main --fresh: a cell runs in a session, or on fresh"),
         ("%%local 1\n1", "%%local 1: %%local takes no arguments"),
@@ -552,8 +552,8 @@ def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
     kernel.run("%%rank 1\nalone = True").check()
     assert on_ranks(kernel, "'alone' in globals()") == [False, True]
     assert "%%rank 2: the ranks are 0 and 1" in kernel.run("%%rank 2\n1").text
-    assert "%%rank: write the ranks alone, as in %%rank 0" in kernel.run("%%rank\n1").text
-    assert "%%rank 0 -o x: write the ranks alone" in kernel.run("%%rank 0 -o x\n1").text
+    assert "%%rank: give only ranks, as in %%rank 0" in kernel.run("%%rank\n1").text
+    assert "%%rank 0 -o x: give only ranks" in kernel.run("%%rank 0 -o x\n1").text
 
 
 # ------------------------------------------------------------------ interrupts and failures
@@ -735,8 +735,8 @@ def test_a_restart_keeps_the_rest_of_what_a_process_group_spoils(kernel: Kernel)
     kernel.run("%%distributed\nholder, weight = [ddp], ddp.module.weight\nglobals()[5] = 1").check()
     kernel.run("%%distributed\nsgd = torch.optim.SGD(ddp.parameters(), lr=rank + 1.0)").check()
     cell = kernel.run("%distributed session restart --keep").check()
-    assert "rank 0: `holder` holds a DistributedDataParallel, whose process group ends" in cell.text
-    assert "rank 1: `ddp` is kept as the module it wraps: wrap it again" in cell.text
+    assert "rank 0: `holder` holds a DistributedDataParallel, which needs the old process group" in cell.text
+    assert "rank 1: only the module inside `ddp` was kept: wrap it again" in cell.text
     assert on_ranks(
         kernel, "'holder' in globals(), type(ddp).__name__, weight is ddp.weight, sgd.param_groups[0]['lr']"
     ) == [
@@ -944,7 +944,7 @@ def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
     differs = kernel.run("nblaunch.session(2, name='other')").error
     assert differs.startswith("ArgumentError: num_processes=2: session other is running, with num_processes=1.")
     assert (
-        "--device cpu: session main has its ranks already"
+        "--device cpu: cannot be changed in session main"
         in kernel.run("%%distributed --session main --device cpu\n1").text
     )
     kernel.run("%distributed session stop --name other").check()
@@ -996,7 +996,7 @@ def test_exit_ends_the_cell_and_no_rank(kernel: Kernel, leaves: str) -> None:
 )
 def test_what_belongs_to_the_notebook_is_named(kernel: Kernel, name: str, made: str, what: str) -> None:
     kernel.run(made).check()
-    said = f"PayloadError: `{name}`, {what}, which only the notebook can use: %%local"
+    said = f"PayloadError: `{name}`, {what}, which works only in the notebook: write %%local"
     for code in (f"%%distributed\nprint({name})", f"s.run(lambda: {name})", f"s.push(x={name})"):
         assert kernel.run(code).error.replace("`x`", f"`{name}`").startswith(said)
 
@@ -1066,7 +1066,7 @@ def test_an_idle_session_stops_and_the_one_used_before_is_active(kernel: Kernel)
     eventually(lambda: kernel.ask("getattr(_all._ended, 'name', '') == 'brief'"))
     assert "has ended after 0.3 s without a task: start it again" in kernel.run("brief.run(print)").error
     said = kernel.run("%%distributed\n1").text
-    assert "session brief has ended, with its variables" in said
+    assert "session brief ended after its --idle-timeout, and its variables are lost" in said
     assert "run the cell again in session main" in said
     assert on_ranks(kernel, "world_size") == [2, 2]
     kernel.run("second.stop()").check()
@@ -1077,15 +1077,15 @@ def test_a_cell_says_once_that_its_session_has_ended(kernel: Kernel) -> None:
     kernel.run("%%distributed\nheld = 1").check()
     kernel.run("%distributed session stop --name over").check()
     again = "start it again with `%distributed session -n 1 --name over`"
-    said = "session over has ended, with its variables: this cell"
-    assert f"{said} runs in session main; {again}\n" in kernel.run("%%distributed\n1").check().text
+    said = "session over has ended, and its variables are lost: this cell runs"
+    assert f"{said} in session main; {again}\n" in kernel.run("%%distributed\n1").check().text
     assert "has ended" not in kernel.run("%%distributed\n1").check().text
     kernel.run("%distributed session -n 1 --name over").check()
     kernel.run("%distributed session stop --name over\n_all._active = ''").check()
     try:
         assert f"%%rank: session over has ended: {again}" in kernel.run("%%rank 0\n1").text
         cell = kernel.run("%%distributed -n 1\nheld")
-        assert f"{said} gets ranks of its own; {again}\n" in cell.text
+        assert f"{said} on new ranks; {again}\n" in cell.text
         assert cell.error.startswith("NameError")
         assert "has ended" not in kernel.run("%%distributed -n 1\n1").check().text
         assert f"session over has ended: {again}" in kernel.run("%distributed who").text

@@ -110,7 +110,7 @@ def test_what_knows_one_process_is_refused_with_advice(tmp_path: Path) -> None:
         for made in (TrainingArguments(str(tmp_path), report_to=[]), Accelerator(cpu=True), AcceleratorState()):
             error = pickling.explain({"made": made}, "it")
             assert error is not None
-            assert str(error).startswith("it['made'], which knows the notebook's one process")
+            assert str(error).startswith("it['made'], which was created for a single process")
             assert error.advice == "create it inside the function"
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

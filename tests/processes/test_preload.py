@@ -32,14 +32,14 @@ PACKAGES = dict.fromkeys(("recorder", "another", "hidden", "upgraded"), RECORDS)
 BAD = {
     "starts_a_thread": (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
-        "the preload left 2 threads running",
+        "preloading left 2 threads running",
     ),
     "ends_the_process": ("os._exit(3)\n", "importing it ends the process"),
     "hangs": ("import time\ntime.sleep(600)\n", "importing it takes more than 1 s"),
     "raises": ("raise ValueError('no licence')\n", "importing it raises ValueError: no licence"),
     "touches_cuda": (
         "import sys, types\nsys.modules['torch.cuda'] = types.SimpleNamespace(is_initialized=lambda: True)\n",
-        "the preload initialised CUDA",
+        "preloading initialized CUDA",
     ),
     "needs_link": ("import edited_by_link\n", "it imports edited_by_link, whose files may be edited between launches"),
 }

@@ -66,7 +66,7 @@ def test_an_installed_module_waits_for_its_package(monkeypatch: pytest.MonkeyPat
 def test_an_import_that_fails_is_reported_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     import_here({"ownbroken": True, "ownpatch": True})
     assert capsys.readouterr().err == (
-        "nblaunch: this rank cannot import ownbroken, as a cell of the notebook did: SystemExit: not here\n"
+        "nblaunch: this rank failed to import ownbroken as the notebook did: SystemExit: not here\n"
     )
     assert "ownpatch" in sys.modules
 

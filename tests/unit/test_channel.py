@@ -166,7 +166,7 @@ def test_lost_descriptors_raise_with_their_message(ends: tuple[Channel, Channel]
     here.send("the next")
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
-        with pytest.raises(LostDescriptorsError, match=r"too many open files .* for 50 more") as caught:
+        with pytest.raises(LostDescriptorsError, match=r"too many open files .* to receive 50 more") as caught:
             there.receive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

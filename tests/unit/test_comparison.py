@@ -128,7 +128,7 @@ def test_text_of_runs_becomes_no_markup() -> None:
 
 # ------------------------------------------------------------------ errors
 def test_what_is_no_run_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^compare\(\) needs at least two runs, and got 1"):
+    with pytest.raises(ValueError, match=r"^compare\(\) needs at least two runs, but got 1"):
         compare(result_of(0.5))
     other: Any = 5
     with pytest.raises(TypeError, match=r"^compare\(argument 2: 5\): must be a result"):

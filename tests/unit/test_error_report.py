@@ -232,7 +232,7 @@ def test_a_result_that_cannot_travel_is_named_by_its_part() -> None:
 
 
 def test_an_unsendable_whole_of_sendable_parts_shows_the_error() -> None:
-    assert unsendable_result(0, 1, 1, MemoryError("full")).text == "the result cannot be sent: full"
+    assert unsendable_result(0, 1, 1, MemoryError("full")).text == "the return value cannot be pickled: full"
 
 
 FULL, LIMIT = "/dev/shm has ", "no more processes or threads can be started ("

@@ -60,7 +60,7 @@ def test_a_fork_after_the_driver_was_used_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(StartError, match=r"^start_method='fork': CUDA runs .*: use start_method='auto'$"):
         check_fork()
     monkeypatch.setattr("nblaunch.machine.processes.thread_count", lambda: 1)
-    assert fork_problem() == "the preload initialised CUDA, which does not survive a fork"
+    assert fork_problem() == "preloading initialized CUDA, which cannot be used after a fork"
 
 
 def test_the_question_does_not_load_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,8 @@ def test_a_parametrized_class_of_a_cell_keeps_its_own_state(notebook: Notebook) 
 def test_scripts_and_exported_programs_are_refused_with_advice() -> None:
     layer, x = nn.Linear(2, 1).eval(), torch.ones(1, 2)
     for script in (torch.jit.trace(lambda x: x * 2, x), nn.Sequential(torch.jit.trace(layer, x))):
-        assert "by torch.jit.save, and load it inside the function" in reason(script)
-    assert "by torch.export.save, and load it inside the function" in reason(torch.export.export(layer, (x,)))
+        assert "with torch.jit.save, and load it inside the function" in reason(script)
+    assert "with torch.export.save, and load it inside the function" in reason(torch.export.export(layer, (x,)))
 
 
 def test_compiled_code_is_compiled_where_it_arrives(notebook: Notebook) -> None:

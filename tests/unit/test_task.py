@@ -194,7 +194,7 @@ def test_messages_of_an_earlier_task_change_nothing(begin: Callable[..., Scene])
 
 
 def test_a_result_without_its_descriptors_is_a_failure(scene: Scene) -> None:
-    lost = "too many open files (ulimit -n) for 50 more"
+    lost = "too many open files (ulimit -n) to receive 50 more"
     scene.workers.events.append(Received(1, Done(1, 1, 5), Descriptors(), lost))
     scene.step()
     failed = scene.task.ranks[1].failed
