@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Interrupted:
-    """What a function returns that an interrupt has ended early: the launch counts as stopped, and keeps the value."""
+    """Returned by a function that an interrupt ended early: the launch counts as stopped, and the value is kept."""
 
 
 class Deferral(Protocol):

@@ -112,7 +112,7 @@ def test_a_second_threads_breakpoint_waits_for_its_turn(kernel: Kernel) -> None:
 def test_a_breakpoint_in_what_a_command_calls_is_passed_by(kernel: Kernel) -> None:
     body = "%%distributed -n 1\ndef f():\n    breakpoint()\n    return 7\ndef g():\n    breakpoint()\n    return 1\ng()"
     cell = kernel.debug(body, "p f() * 3", "w", "c").check()
-    assert re.search(r"breakpoint\(\) at Cell In\[\d+\], line 3, in f \(rank 0\): it was called from", plain(cell))
+    assert re.search(r"breakpoint\(\) at Cell In\[\d+\], line 3, in f \(rank 0\): already in the debugger", plain(cell))
     assert re.search(r"^21$", plain(cell), re.M)
     assert "AttributeError" not in plain(cell)
 

@@ -41,7 +41,7 @@ BAD = {
         "import sys, types\nsys.modules['torch.cuda'] = types.SimpleNamespace(is_initialized=lambda: True)\n",
         "preloading initialized CUDA",
     ),
-    "needs_link": ("import edited_by_link\n", "it imports edited_by_link, whose files may be edited between launches"),
+    "needs_link": ("import edited_by_link\n", "it imports edited_by_link, which may be edited between launches"),
 }
 
 

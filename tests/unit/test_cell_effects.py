@@ -100,7 +100,7 @@ def test_what_cells_set_in_modules_is_set_again(capsys: pytest.CaptureFixture[st
     }
     set_here({**found, ("ownpkg", "Absent", "x"): 1}, is_kept=True)
     assert (own.rate, own.Learner.size, own.Learner().added("abc"), own.shape, own.later) == (2, 3, 3, [3, 4], 4)
-    assert "this rank cannot set ownpkg.Absent.x, as a cell" in capsys.readouterr().err
+    assert "this rank failed to set ownpkg.Absent.x as the notebook did" in capsys.readouterr().err
     own.rate = own.later = 7  # in a session
     set_here({**found, ("ownpkg", "", "later"): 5}, is_kept=True)
     assert (own.rate, own.later) == (7, 5)

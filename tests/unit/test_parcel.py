@@ -306,7 +306,9 @@ def test_a_file_that_was_replaced_or_emptied_meanwhile_is_named(tmp_path: Path) 
     outgoing = packed(array, parts={"data": array})
     for size in (8 * LARGE - 1, 0):
         os.truncate(path, size)
-        with pytest.raises(PayloadError, match=rf"`data` could not be rebuilt .*{path} was truncated since it was sent"):
+        with pytest.raises(
+            PayloadError, match=rf"`data` could not be rebuilt .*{path} was truncated since it was sent"
+        ):
             unpack([os.dup(fd) for fd in outgoing.fds])
     np.ones(LARGE, np.int64).tofile(tmp_path / "other")
     (tmp_path / "other").replace(path)

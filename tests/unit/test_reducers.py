@@ -156,7 +156,7 @@ def test_operators_arrive_by_name_and_those_of_cells_are_refused_with_advice(not
         "def same(x: torch.Tensor) -> torch.Tensor: return x.clone()"
     )
     for made in (names["same"], torch.library.Library("reducers_test_library", "DEF")):
-        assert "alone: define it with torch.library.custom_op inside the function, or" in reason({"a": made})
+        assert "notebook: define it with torch.library.custom_op inside the function, or" in reason({"a": made})
 
 
 def test_an_operator_of_a_module_arrives_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

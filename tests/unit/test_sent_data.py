@@ -133,7 +133,9 @@ def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "77")
     assert budget(100) == 77
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "1 GB")
-    with pytest.raises(ArgumentError, match="NBLAUNCH_KEEP_BYTES='1 GB': must be a number of bytes; 0 disables the cache"):
+    with pytest.raises(
+        ArgumentError, match="NBLAUNCH_KEEP_BYTES='1 GB': must be a number of bytes; 0 disables the cache"
+    ):
         budget(100)
 
 
