@@ -206,7 +206,7 @@ def test_endless_new_metrics_take_bounded_memory(state: PanelState) -> None:
         report(state, 0, None, **{f"m{number}": 1.0})
     assert len(state.series) == 100
     assert len(state.notes) == 1
-    assert "more than 100 metrics" in state.notes[0].text
+    assert "only the first 100 metrics" in state.notes[0].text
 
 
 def test_why_ranks_wait_is_shown_until_they_go_on(state: PanelState) -> None:

@@ -153,4 +153,4 @@ def test_a_wait_works_without_a_readable_channel(kernel: Any, caplog: pytest.Log
     channel = ShellChannel(kernel)
     with channel.answered(threading.Event()):
         channel.serve()
-    assert "no channel to read" in caplog.text
+    assert "cannot read the shell channel" in caplog.text
