@@ -85,7 +85,7 @@ class Breakpoints:
         if keyboard.link.is_stopping:
             return  # ``finally`` has its grace period, and no more
         if not (keyboard.can_type and keyboard.is_here):
-            why = "input is not available" if keyboard.is_here else "called in a child process of the rank"
+            why = "the front end accepts no input" if keyboard.is_here else "called in a child process of the rank"
             self._pass_by(frame, call, why)
             return
         debugger = self._debuggers.get(_thread.get_ident())
@@ -138,7 +138,7 @@ class Breakpoints:
         try:
             frame = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
             if frame is None:
-                self._say_of_look("is not running your code right now")
+                self._say_of_look("is not running your code now")
                 return
             debugger = self._new("look", message.command)
             debugger.reset()
