@@ -38,7 +38,7 @@ from nblaunch.notebook.page_messages import OutputContent
 from nblaunch.notebook.panel_state import PanelState
 
 FAILED_COLOUR = "#d64a3f"
-MONO = "font-size:12px;line-height:1.5"
+MONO = "font-size:12px;line-height:1.5;word-break:normal"
 PRE = f"{MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
 DIM = "opacity:0.7"
 _LINE = "border:1px solid rgba(128,128,128,0.3)"
@@ -186,7 +186,7 @@ def as_html(record: Record) -> str:
     """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
     message = f'<div style="margin-top:6px;white-space:pre-wrap">{_text(record.message, 1000)}</div>'
     notes = (re.sub("`([^`]+)`", r"<code>\1</code>", _text(note, 300)) for note in record.notes[-5:])
-    log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
+    log_dir = f'<code style="background:transparent">{_text(record.log_dir, _MAX_LINE_LENGTH)}</code>'
     parts = [
         _header(record),
         _failure(record.failure) if record.failure else message if record.message.strip() else "",
@@ -194,7 +194,7 @@ def as_html(record: Record) -> str:
         _metrics(record, record.summaries()),
         _notice(COLOURS[0], "".join(f"<div>{note}</div>" for note in notes)) if record.notes else "",
         _tails(record),
-        f'<div style="margin-top:4px;font-size:11px;{DIM}">Logs: <code>{log_dir}</code></div>' if log_dir else "",
+        f'<div style="margin-top:4px;font-size:11px;{DIM}">Logs: {log_dir}</div>' if record.log_dir else "",
     ]
     # The classes keep MathJax from reading dollar signs in a message as mathematics.
     marker = f"nblaunch-{escape(record.launch_id)}{'' if record.ended_at else ' nblaunch-running'}"
@@ -296,7 +296,7 @@ def _tail(tail: RankTail, ranks: int, *, is_open: bool) -> str:
     if not (before or lines):
         return f'<div><b>rank {tail.rank}</b> <span style="{DIM}">printed nothing</span></div>'
     last = "" if is_open else next(filter(str.strip, reversed(tail.lines)), "")
-    preview_text = f' <code style="{DIM}">{_text(last, 80)}</code>' if last else ""
+    preview_text = f' <code style="{DIM};background:transparent">{_text(last, 80)}</code>' if last else ""
     title = f"<b>rank {tail.rank}</b>{preview_text}"
     return _folded(title, f'<pre style="{PRE}">{before}{lines}</pre>', is_open=is_open)
 
@@ -313,9 +313,9 @@ def _metrics(record: Record, groups: Sequence[Sequence[Summary]]) -> str:
             break
     cards = [_card(group, image) for group, image in zip(drawn, images, strict=True)]
     rest = [_card(group) for group in shown if group not in drawn]
+    rows = (f"<div>{''.join(row)}</div>" for row in (cards, rest) if row)
     more = len(groups) - len(shown)
-    note = [f"<div>and {counted(more, 'more metric')}</div>"] if more else []
-    return "".join([*cards, *rest, *note])
+    return "".join(rows) + f"<div>and {counted(more, 'more metric')}</div>" * bool(more)
 
 
 def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
@@ -345,7 +345,7 @@ def _card(group: Sequence[Summary], image: str = "") -> str:
 
 def card(lines: Iterable[str], image: str, alt: str) -> str:
     """Return lines of HTML, and the chart that they describe below them, if there is one."""
-    style = f"display:inline-block;vertical-align:bottom;{_LINE};border-radius:4px;padding:6px 10px;margin:8px 8px 0 0"
+    style = f"display:inline-block;vertical-align:top;{_LINE};border-radius:4px;padding:6px 10px;margin:8px 8px 0 0"
     style += ";box-sizing:border-box;width:362px;max-width:100%" if image else ""
     size = 'width="340" height="150" style="display:block;max-width:100%;height:auto"'
     picture = f'<img src="{image}" alt="{alt}" {size}>' if image else ""
@@ -373,15 +373,15 @@ def _legend(summary: Summary) -> str:
     ranks = list(summary.by_rank)
     if len(ranks) < 2:
         return ""
-    mean = f'<span style="color:{MEAN_COLOUR}">━ mean</span>'
+    keys = [(f"rank {rank}", colour_of(rank)) for rank in ranks]
     if len(ranks) > len(COLOURS):
         first = f"the first {MAX_LINES} of " if len(ranks) > MAX_LINES else ""
-        rest = f'<span style="{DIM}">─ {first}{len(ranks)} ranks</span>'
-    else:
-        rest = " ".join(
-            f'<span style="white-space:nowrap;color:{colour_of(rank)}">─ rank {rank}</span>' for rank in ranks
-        )
-    return f'<span style="font-size:11px">{mean} {rest}</span>'
+        keys = [(f"{first}{len(ranks)} ranks", MEAN_COLOUR)]
+    style = f"font-size:11px;white-space:nowrap;{DIM}"
+    return " ".join(
+        f'<span style="{style}"><b style="color:{colour}">━</b> {text}</span>'
+        for text, colour in [("mean", MEAN_COLOUR), *keys]
+    )
 
 
 def _block(lines: Sequence[str], size: int) -> str:
@@ -391,7 +391,7 @@ def _block(lines: Sequence[str], size: int) -> str:
     if left_out > 0:
         lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines omitted …", *lines[-_MAX_LAST_LINES:]]
     for line in lines:
-        excerpt.add(_line(line, 300))
+        excerpt.add(_line(line, size // 5))
     return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
 
 

@@ -70,9 +70,10 @@ SURVIVES = {
     "overflow-x": "auto",
     "padding": LENGTHS,
     "text-transform": "capitalize",
-    "vertical-align": "bottom",
+    "vertical-align": "top",
     "white-space": "pre-wrap|nowrap",
     "width": LENGTHS,
+    "word-break": "normal",
 }
 """Of the styles that JupyterLab 4.6 leaves in a notebook that it does not trust, those used here."""
 TAGS = {"div", "b", "span", "pre", "code", "details", "summary", "img"}
@@ -168,7 +169,7 @@ def test_the_text_has_the_pages_words() -> None:
     first, *lines = text_of(FINISHED).splitlines()
     assert first.startswith("train ✓ finished in 12.3 s · 2 ranks · cpu · 2026-11-2")
     assert lines == [
-        *("loss 1 best 1", "━ mean ─ rank 0 ─ rank 1", "accuracy 0.9405 best 0.9405", "━ mean ─ rank 0 ─ rank 1"),
+        *("loss 1 best 1", "━ mean ━ rank 0 ━ rank 1", "accuracy 0.9405 best 0.9405", "━ mean ━ rank 0 ━ rank 1"),
         *("rank 0", "hello from 0", "bye", "rank 1", "hello from 1", "bye", f"Logs: {LOGS}"),
     ]
 
@@ -288,7 +289,7 @@ def test_the_legend_stands_at_the_chart() -> None:
     html = as_html(measured({"a": {0: lines[0]}, "b": lines}))
     words = re.findall(r'<img [^>]*alt="chart of (.)|(mean|rank \d)</span>', html)
     assert ["".join(found) for found in words] == ["a", "mean", "rank 0", "rank 1", "rank 2", "b"]
-    assert "─ 9 ranks" in as_html(measured({"a": dict.fromkeys(range(9), lines[0])}))
+    assert "━</b> 9 ranks" in as_html(measured({"a": dict.fromkeys(range(9), lines[0])}))
 
 
 def test_a_metric_with_one_point_is_a_number_without_a_chart() -> None:
