@@ -82,7 +82,9 @@ export function steadyText(given, kind = "") {
   return isWhole || Math.abs(Number(digits)) >= 1000 ? text : Number(digits).toPrecision(kind ? 3 : 4) + rest;
 }
 
+export const FEW_RANKS = 8; // as many as there are colours: a legend names them all
+
 /** @param {number} rank */
 export function rankClass(rank) {
-  return rank < 0 ? "nbl-own" : `nbl-r${rank % 8}`;
+  return rank < 0 ? "nbl-own" : `nbl-r${rank % FEW_RANKS}`;
 }

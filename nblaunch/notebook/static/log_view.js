@@ -1,6 +1,6 @@
 // The logs: tabs, find, follow, copy, and the path of the file. log_pane.js shows the lines.
 import { stripAnsi } from "./ansi.js";
-import { el, rankClass, setAttribute, setText } from "./format.js";
+import { el, FEW_RANKS, rankClass, setAttribute, setText } from "./format.js";
 import { LogPane } from "./log_pane.js";
 import { lineLabel } from "./log_rows.js";
 
@@ -57,7 +57,7 @@ export class LogView {
       hidden: true,
       on_click: () => this.pane.setFollow(true),
     });
-    this.notes = el("div", { class: "nbl-notes", role: "log", "aria-label": "Notes of nblaunch", hidden: true });
+    this.notes = el("div", { class: "nbl-notes", role: "log", "aria-label": "Notes from nblaunch", hidden: true });
     this.path = el("span", { class: "nbl-path" });
     this.file = el("span", {}, "Logs: ", this.path, " ", this.#copier());
     this.count = el("span", { class: "nbl-lines" });
@@ -132,7 +132,7 @@ export class LogView {
     const label = "Copy path";
     const copy = async () => {
       const done = await copyText(this.path.textContent ?? "", this.node);
-      setText(button, done ? "Copied" : "No access");
+      setText(button, done ? "Copied" : "Copy failed");
       setTimeout(() => setText(button, label), COPIED_MS);
     };
     const button = el("button", { type: "button", class: "nbl-link", on_click: copy }, label);
@@ -174,7 +174,7 @@ export class LogView {
     const ranks = [...this.panel.ranks.keys()].sort((x, y) => x - y);
     const tabs = ranks.length > 1 ? /** @type {Tab[]} */ (["all", ...ranks]) : /** @type {Tab[]} */ (["all"]);
     this.tablist.hidden = tabs.length < 2;
-    this.tabs = new Map(tabs.map((tab) => [tab, this.#tab(tab, ranks.length > 16)]));
+    this.tabs = new Map(tabs.map((tab) => [tab, this.#tab(tab, ranks.length > FEW_RANKS)]));
     if (ranks.length === 1) this.tabs.set(ranks[0], el("span"));
     this.tablist.replaceChildren(...this.tabs.values());
   }
@@ -236,12 +236,8 @@ export class LogView {
     setAttribute(this.wrap, "aria-pressed", String(pane.wrap));
     this.follow.hidden = !panel.active; // nothing more comes
     setText(this.follow, pane.follow ? "Pause" : "Follow");
-    setAttribute(
-      this.follow,
-      "aria-label",
-      pane.follow ? "Pause: do not follow the end of the log" : "Follow the end of the log",
-    );
-    this.follow.title = pane.follow ? "Stay here while lines come" : "Follow the end of the log";
+    const label = pane.follow ? "Pause: stay here while new lines arrive" : "Follow the end of the log";
+    for (const name of ["aria-label", "title"]) setAttribute(this.follow, name, label);
     const { unseen } = pane;
     this.more.hidden = unseen === 0;
     if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
@@ -260,7 +256,7 @@ export class LogView {
       .map((line) => (labels ? `${lineLabel(line)} ` : "") + stripAnsi(line.text))
       .join("\n");
     const done = await copyText(text, this.node);
-    setText(this.copy, done ? "Copied" : "No access");
+    setText(this.copy, done ? "Copied" : "Copy failed");
     setTimeout(() => setText(this.copy, "Copy"), COPIED_MS);
   }
 }

@@ -1,11 +1,10 @@
 // A card for each chart: the latest and best values of its metrics, and the lines.
 import { MetricChart } from "./chart.js";
-import { el, numberText, rankClass, setAttribute, setText, steadyText, valueText } from "./format.js";
+import { el, FEW_RANKS, numberText, rankClass, setAttribute, setText, steadyText, valueText } from "./format.js";
 
 const REDRAW_PAUSE_MS = 250;
 const MIN_WIDTH = 250; // of a card with a chart, in pixels
 const GAP = 8;
-const MAX_KEYS = 8; // ranks that a legend names: as many as there are colours
 
 /** @typedef {import("./series.js").Metric} Metric */
 /** @typedef {import("./series.js").MetricGroup} MetricGroup */
@@ -148,7 +147,7 @@ export class MetricsView {
     const said = group.metrics.map((metric) => this.#drawValues(card, metric));
     card.host.hidden = card.detail.hidden = card.legend.hidden = !group.hasChart;
     if (!group.hasChart) return;
-    setAttribute(card.host, "aria-label", `Chart of ${said.join("; ")}. Arrow keys read its steps`);
+    setAttribute(card.host, "aria-label", `Chart of ${said.join("; ")}. Use the arrow keys to read its steps`);
     card.chart ??= new MetricChart(card.host, (i) => this.#describe(card, (card.pointed = i)));
     card.chart.update(group.table(), group.kind, group.first.direction < 0);
     this.#drawLegend(card);
@@ -161,7 +160,7 @@ export class MetricsView {
     if (card.named === ranks.join()) return;
     card.named = ranks.join();
     const keys = ranks.map((rank) => key(`nbl-ink ${rankClass(rank)}`, `rank ${rank}`));
-    const shown = ranks.length > MAX_KEYS ? [el("span", {}, `${ranks.length} ranks`)] : keys;
+    const shown = ranks.length > FEW_RANKS ? [el("span", {}, `${ranks.length} ranks`)] : keys;
     card.legend.replaceChildren(...(ranks.length > 1 ? [key("nbl-ink-mean", "mean"), ...shown] : []));
   }
 

@@ -1,5 +1,5 @@
 // A cell for each rank: state, progress bars, resource usage.
-import { bytesText, clockText, el, numberText, rankClass, setAttribute, setText } from "./format.js";
+import { bytesText, clockText, el, FEW_RANKS, numberText, rankClass, setAttribute, setText } from "./format.js";
 
 /** @typedef {import("./state.js").Bar} Bar */
 /** @typedef {{box: any, state: any, use: any, bars: any, drawn: Map<string, any>, failed: boolean}} Cell */
@@ -17,7 +17,7 @@ export class RanksView {
 
   update() {
     const { panel } = this;
-    this.node.classList.toggle("nbl-many", panel.ranks.size > 16);
+    this.node.classList.toggle("nbl-many", panel.ranks.size > FEW_RANKS);
     this.node.classList.toggle("nbl-with-use", panel.resources.size > 0);
     for (const [rank, state] of panel.ranks)
       this.#update(rank, panel.kernel.gone && ACTIVE_RANKS.includes(state) ? "ended" : state);
@@ -68,7 +68,7 @@ export class RanksView {
     const { panel } = this;
     const cell = this.#cell(rank);
     const failed = panel.failure?.rank === rank || (!panel.failure && state === "failed");
-    const word = failed ? "failed" : state === "waiting" ? "waits for you" : state;
+    const word = failed ? "failed" : state === "waiting" ? "waiting for you" : state;
     setText(cell.state, failed ? "✕ failed" : word);
     setAttribute(cell.box, "aria-label", `rank ${rank}, ${word}`);
     setAttribute(cell.box, "data-state", failed ? "culprit" : state);
