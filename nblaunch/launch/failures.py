@@ -363,7 +363,7 @@ def describe(error: BaseException, account: Account | None) -> Failure:
         source,
         traceback.rstrip(),
         others,
-        said.details,
+        "" if said.details in traceback else said.details,
     )
 
 

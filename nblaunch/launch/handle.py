@@ -342,7 +342,7 @@ class Launch:
         if error is None:
             return Outcome(state, seconds, "")
         failure = failures.describe(error, self._account) if state == "failed" else None
-        return Outcome(state, seconds, failures.summary(error), failure)
+        return Outcome(state, seconds, failures.summary(error).partition(" Logs: ")[0], failure)  # views show it
 
     # -------------------------------------------------------------- results
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
