@@ -128,7 +128,7 @@ def test_restart_takes_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
     assert lab.page.locator(".jp-Dialog").count() == 0
     lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for()
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.save()")
-    assert "■ stopped by a restart of the kernel" in (lab.folder / SHARED).read_text(encoding="utf-8")
+    assert "■ Kernel restarted" in (lab.folder / SHARED).read_text(encoding="utf-8")
     wait_until_idle(lab.page)
     lab.run_cell(0)
     lab.run_cell(2)

@@ -8,7 +8,7 @@ from playwright.sync_api import Locator
 from tests.browser.cells import GRACE
 from tests.browser.conftest import NOTEBOOK, Lab, keep_picture
 from tests.conftest import LONG, eventually
-from tests.kernel.test_readme import blocks
+from tests.kernel.test_readme import REFERENCE, blocks
 
 STOPS = """
 import torch
@@ -38,7 +38,7 @@ def test_a_background_launch_says_what_brings_the_prompt(fresh_lab: Lab) -> None
     lab = fresh_lab
     debug = "import time\nwhile not launch.console.stopped:\n    time.sleep(0.01)\n%distributed debug"
     lab.run(STOPS + "launch = notebook_launcher(train, num_processes=2, block=False)", debug)
-    lab.panel.locator(".nbl-rank-state", has_text="waits for you").wait_for()
+    lab.panel.locator(".nbl-rank-state", has_text="waiting for you").wait_for()
     lab.panel.locator(".nbl-note", has_text="or run %distributed debug").wait_for()
     keep_picture(lab.page, f"panel-debugger-{lab.app}.png")
     box(lab).wait_for()
@@ -61,7 +61,7 @@ def test_stop_ends_a_cell_that_waits_for_a_line(lab: Lab) -> None:
 
 @pytest.mark.parametrize("size", [(1200, 1040)])
 def test_the_readmes_cell_is_debugged_in_its_own_box(lab: Lab) -> None:
-    (cell,) = [block for block in blocks("python") if "breakpoint()" in block]
+    (cell,) = [block for block in blocks("python", REFERENCE) if "breakpoint()" in block]
     lab.run("import torch\nimport torch.distributed as dist", cell.rstrip())
     typed = {"all p loss": "rank 1: tensor(nan)", "rank 0": "rank 0 runs on", "p rank, loss": "(0, tensor(0.7000))"}
     for text, answer in {**typed, "q": "", "c": ""}.items():

@@ -51,7 +51,7 @@ def test_a_lost_connection_leaves_a_whole_panel_and_record(lab: Lab) -> None:
     lab.page.evaluate(_DEAF)
     (lab.folder / "lost.go").touch()
     eventually((lab.folder / "lost.done").exists)
-    lab.panel.get_by_text("No news from the kernel for").wait_for()
+    lab.panel.get_by_text("No message from the kernel for").wait_for()
     keep_picture(lab.page, "panel-no-news.png")
     assert lab.state() == "not connected"
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.reconnect()")

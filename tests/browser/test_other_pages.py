@@ -116,7 +116,7 @@ def test_in_vscode_a_panel_that_is_drawn_late_is_whole(other: OtherPage) -> None
     other.page.take_until(lambda: other.page.log(1))
     other.open(is_vscode=True)
     other.click("Stacks")
-    assert other.says("No stacks: the kernel does not answer while its cell runs.")
+    assert other.says("No stacks: the kernel does not answer while a cell runs.")
     other.click("Restart kernel")
     assert other.says("Use your editor's Restart button")
 

@@ -1,5 +1,5 @@
 // The header of a panel: name, state, elapsed time and buttons.
-import { ACTIVE_STATES } from "./kernel.js";
+import { ACTIVE_STATES, exitText } from "./kernel.js";
 import { clockText, durationText, el, setAttribute, setText } from "./format.js";
 
 /** @type {Record<string, string>} */
@@ -12,7 +12,6 @@ const STATE_WORDS = {
   stopped: "Stopped",
   waiting: "Waiting for you",
   timeout: "Timed out",
-  gone: "Kernel restarted",
   offline: "Not connected",
 };
 
@@ -42,7 +41,7 @@ export class HeaderView {
       {
         type: "button",
         class: "nbl-button",
-        title: "What is each rank doing now? Python stacks, taken without stopping them",
+        title: "Show the Python stack of each rank without stopping it",
         on_click: () => kernel.stacks(),
       },
       "Stacks",
@@ -50,7 +49,7 @@ export class HeaderView {
     this.restart = el("button", {
       type: "button",
       class: "nbl-button nbl-restart",
-      title: "Ends every rank and forgets all variables",
+      title: "End all ranks and lose all variables",
       on_click: () => kernel.restart(),
     });
     this.attempt = el("span", { class: "nbl-where" });
@@ -81,9 +80,9 @@ export class HeaderView {
     for (const button of [this.stop, this.stacks, this.restart]) button.hidden = !panel.active;
     const kills = kernel.asked || state.name === "stopping";
     const isSession = panel.info.is_session;
-    setText(this.stop, kills ? (isSession ? "Kill ranks and their variables" : "Kill now") : "Stop");
+    setText(this.stop, kills ? (isSession ? "Kill ranks, lose variables" : "Kill now") : "Stop");
     const killing = isSession
-      ? "The ranks that still run this cell end, and the session loses their variables"
+      ? "Kill the ranks that still run this cell; the session loses their variables"
       : "Do not wait for checkpoints: kill all ranks";
     const stopping = isSession
       ? "Interrupt the cell; the ranks keep their variables"
@@ -93,14 +92,14 @@ export class HeaderView {
     this.restart.classList.toggle("nbl-armed", kernel.armed);
     setText(
       this.spoken,
-      kernel.armed ? "Restarting ends every rank and forgets all variables. Click again to restart." : "",
+      kernel.armed ? "A restart ends all ranks and loses all variables. Click again to restart." : "",
     );
     this.tick();
   }
 
   #noticeText() {
     const { notice, state, info, failure, kernel } = this.panel;
-    const silence = kernel.silence ? `No news from the kernel for ${kernel.silence} s. ` : "";
+    const silence = kernel.silence ? `No message from the kernel for ${kernel.silence} s. ` : "";
     if (silence || notice) return silence + notice;
     if (state.name === "stopping") return state.countdown || "Stopping …";
     if (state.name === "starting" && !info.is_session && !kernel.asked)
@@ -115,7 +114,7 @@ export class HeaderView {
     const { state, elapsed, waiting } = this.panel;
     const name = shownState(this.panel);
     const who = name === "waiting" ? `: rank${waiting.length > 1 ? "s" : ""} ${waiting.join(", ")}` : "";
-    setText(this.pill, (STATE_WORDS[name] ?? name) + who);
+    setText(this.pill, (STATE_WORDS[name] ?? exitText(this.panel.kernel.gone)) + who);
     for (const node of [this.pill, this.notice]) setAttribute(node, "data-state", name);
     setText(this.notice, this.#noticeText());
     setText(this.time, state.seconds === null ? clockText(elapsed) : durationText(state.seconds));

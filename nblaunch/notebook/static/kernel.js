@@ -12,6 +12,9 @@ const ASK_INTERRUPT = "use the notebook's Interrupt button";
 const GONE_STATUSES = ["restarting", "autorestarting", "dead", "terminating"];
 export const ACTIVE_STATES = ["starting", "running", "stopping"];
 
+/** Say how a kernel has exited. @param {string} status */
+export const exitText = (status) => (status.endsWith("restarting") ? "Kernel restarted" : "Kernel exited");
+
 /** @typedef {{now: () => number, set: (act: () => void, ms: number) => any, clear: (timer: any) => void}} Clock */
 /** @type {Clock} */
 const pageClock = {
@@ -124,7 +127,7 @@ export class KernelLink {
     this.send({ kind: "stacks", launch: this.launch.id });
     this.launch.notify("");
     this.#after("stacks", ANSWER_TIMEOUT_MS, () =>
-      this.launch.notify("No stacks: the kernel does not answer while its cell runs."),
+      this.launch.notify("No stacks: the kernel does not answer while a cell runs."),
     );
   }
 
@@ -136,7 +139,7 @@ export class KernelLink {
   look(rank) {
     this.send({ kind: "look", launch: this.launch.id, rank });
     this.launch.notify("");
-    const late = `Rank ${rank} has opened no debugger: it runs C code, or the kernel does not answer while its cell runs.`;
+    const late = `Rank ${rank} did not open a debugger: it runs C code, or the kernel does not answer while a cell runs.`;
     this.#after("look", ANSWER_TIMEOUT_MS, () => this.launch.notify(late));
   }
 

@@ -1,13 +1,13 @@
 // The record of a launch in the notebook: plain HTML that needs no kernel. While the kernel lives, the live panel is in
 // its place. Where the page gives access to the notebook (JupyterLab, Notebook 7), the record is there from the start, and
 // this script keeps it current: an update by the kernel does not reach a page that was reloaded.
-import { ACTIVE_STATES } from "./kernel.js";
+import { ACTIVE_STATES, exitText } from "./kernel.js";
 
 const WIDGET = "application/vnd.jupyter.widget-view+json";
 const FIRST_REFRESH_MS = 5000;
 const MAX_REFRESH_MS = 60000;
 const RUNNING = "nblaunch-running";
-const UNSAVED = "To save the record of this launch, run its result in a new cell, such as `r`.";
+const UNSAVED = "To save the record of this launch, show its result in a new cell.";
 
 /** @typedef {import("./page_messages.js").RecordText} RecordText */
 
@@ -178,10 +178,9 @@ export class RecordKeeper {
   }
 }
 
-/** Return the record of a launch that ended with its kernel. @param {string} html of the launch as it ran @param {string} status of the kernel */
+/** Return the record of a launch whose kernel has exited. @param {string} html of the launch as it ran @param {string} status of the kernel */
 function ended(html, status) {
-  const why = status.endsWith("restarting") ? "stopped by a restart of the kernel" : "ended with its kernel";
-  return html
-    .replace(`${RUNNING} `, "")
-    .replace(/<b style="[^"]*">… running<.b>/, `<b style="color:#b07a1c">■ ${why}</b>, after running`);
+  const style = "padding:1px 9px;border:1px solid rgba(128,128,128,0.45);border-radius:10px;font-size:12px";
+  const pill = `<b style="${style}">■ ${exitText(status)}</b>`;
+  return html.replace(`${RUNNING} `, "").replace(/<b style="[^"]*">… running<.b>( <span[^>]*>)for /, `${pill}$1after `);
 }

@@ -36,7 +36,7 @@ export class StuckView {
 
   /** @param {number} rank */
   #debugButton(rank) {
-    const title = `Show the frames and variables of rank ${rank} while it runs on`;
+    const title = `Show the stack frames and variables of rank ${rank} without stopping it`;
     return el(
       "button",
       { type: "button", class: "nbl-button", title, on_click: () => this.panel.kernel.look(rank) },

@@ -358,7 +358,7 @@ test("a look that the kernel does not answer is reported", () => {
   const { clock, model, panel } = running();
   panel.kernel.look(1);
   clock.pass(5000);
-  assert.match(panel.notice, /while its cell runs/);
+  assert.match(panel.notice, /while a cell runs/);
   panel.kernel.look(1);
   model.deliver(deltaOf(2, { ranks: [[1, "waiting"]] }));
   clock.pass(60_000);

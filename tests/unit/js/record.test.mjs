@@ -96,10 +96,10 @@ test("at the end it asks for records that the kernel's own update did not reach"
   }
 });
 
-test("a launch that ended with its kernel says so", () => {
+test("a launch whose kernel has exited says so", () => {
   for (const [status, words] of [
-    ["autorestarting", /■ stopped by a restart of the kernel<.b>, after running <span>for 3.0 s/],
-    ["dead", /■ ended with its kernel<.b>, after running/],
+    ["autorestarting", /■ Kernel restarted<.b> <span>after 3.0 s/],
+    ["dead", /■ Kernel exited<.b> <span>after/],
   ]) {
     const outputs = new FakeOutputs(shown(RUNNING));
     kept([outputs]).kernel.status(status);
@@ -124,7 +124,7 @@ test("a reloaded page shows a launch again that its notebook lacks, in its cell"
 
 test("a page that cannot write says how to save the record, if it was reloaded", () => {
   for (const [sent, words] of [
-    [5, /run its result in a new cell/],
+    [5, /show its result in a new cell/],
     [0, /^$/],
   ]) {
     const { panel, keeper, asked, ends } = kept(null, { sent });

@@ -179,7 +179,7 @@ test("a second click on a session's cell says what it costs", (t) => {
   assert.equal(stop.textContent, "Stop");
   assert.match(stop.getAttribute("title"), /keep their variables/);
   delta({ state: { name: "stopping" } });
-  assert.equal(stop.textContent, "Kill ranks and their variables");
+  assert.equal(stop.textContent, "Kill ranks, lose variables");
 });
 
 test("metrics with one value, and constants, stand below those with a chart", (t) => {
@@ -216,7 +216,8 @@ test("validation stands beside training, and the arrow keys read both", (t) => {
   });
   const { host } = view();
   const [chart] = host.all("nbl-chart");
-  const label = "Chart of loss 0.3333, best 0.3333; valid_loss 0.75, best 0.5 at step 2. Arrow keys read its steps";
+  const label =
+    "Chart of loss 0.3333, best 0.3333; valid_loss 0.75, best 0.5 at step 2. Use the arrow keys to read its steps";
   assert.equal(chart.getAttribute("aria-label"), label);
   const detail = host.one("nbl-point");
   const press = (key) => {
@@ -315,9 +316,9 @@ test("the pill says when a rank waits for the user, and what timed out", (t) => 
   const pill = () => [host.one("nbl-pill").textContent, host.one("nbl-pill").getAttribute("data-state")];
   delta({ state: { name: "running" }, ranks: [[1, "waiting"]] });
   assert.deepEqual(pill(), ["Waiting for you: rank 1", "waiting"]);
-  assert.equal(host.all("nbl-rank-state").at(-1).textContent, "waits for you");
+  assert.equal(host.all("nbl-rank-state").at(-1).textContent, "waiting for you");
   const names = () => host.all("nbl-rank").map((card) => card.getAttribute("aria-label"));
-  assert.deepEqual(names(), ["rank 0, starting", "rank 1, waits for you"]);
+  assert.deepEqual(names(), ["rank 0, starting", "rank 1, waiting for you"]);
   delta({ ranks: [[1, "running"]] });
   assert.deepEqual(pill(), ["Running", "running"]);
   assert.equal(names()[1], "rank 1, running");
