@@ -57,6 +57,13 @@ def test_the_cells_last_line_is_shown_and_not_the_librarys() -> None:
     assert failure.traceback.endswith("ValueError: no such class: 11")
 
 
+def test_a_message_of_two_sentences_is_said_whole_once() -> None:
+    for traceback, details in ((IN_A_CELL, "no such class: 11. Use 10."), (f"{IN_A_CELL}. Use 10.", "")):
+        error = raised(traceback)
+        error.args = ("no such class: 11. Use 10.",)
+        assert describe(error, None).details == details
+
+
 def test_without_a_cell_it_is_the_users_own_file() -> None:
     failure = describe(raised(IN_A_MODULE), None)
     assert (failure.where, failure.source) == ("/home/me/model.py, line 7", "return self.layer(x)")
