@@ -151,6 +151,12 @@ def command(
 
 
 _NAME = arguments("--name", "--session", dest="name", help="the session; default: the most recently used one")
+_ABOUT = """\
+Control launches and sessions. (%%distributed, with two %, runs a cell on every rank.)
+
+    %distributed session -n 2 -o s   # start ranks that keep running, with their variables
+    %distributed session stop        # end them
+"""
 _RANK = arguments("--rank", type=ranks, action="extend", help="restart only this rank, or several, as in --rank 0,2")
 
 
@@ -312,7 +318,7 @@ _KEEP = arguments("--keep", action="store_true", help="copy the variables of the
 
 @command("session restart", _NAME, _RANK, _KEEP)
 def _restart(shell: Any, name: str | None = None, rank: Sequence[int] | None = None, keep: bool = False) -> str:
-    """Restart a session's ranks."""
+    """Restart a session's ranks, or one. --keep copies the variables of each old rank to the new one."""
     found = _running(name)
     check_ranks("--rank", rank, found.world_size)
     found.restart(rank, keep=keep)
@@ -371,7 +377,9 @@ def _auto(shell: Any, state: str) -> str:
 
 
 def help_text() -> str:
-    return "\n".join(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())
+    """Return an example and every command."""
+    commands = [f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values()]
+    return "\n".join([_ABOUT, *commands])
 
 
 def show(text: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from IPython.core import magic
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import api
@@ -96,7 +96,7 @@ CELL = _cell_parser()
 @actions.command("help")
 def _help(shell: Any) -> str:
     """Show this help."""
-    return DistributedMagics.distributed.__doc__ or ""
+    return f"{DistributedMagics.command.__doc__}\n\n{DistributedMagics.distributed.__doc__}"
 
 
 @magics_class
@@ -132,14 +132,21 @@ class DistributedMagics(Magics):
         with paused():
             self.shell.run_cell(cell).raise_error()
 
-    @line_cell_magic
+    @line_magic("distributed")
+    @no_var_expand
+    def command(self, line: str) -> None:
+        __tracebackhide__ = True  # IPython omits this frame
+        show(actions.run(self.shell, self._words(line)))
+
+    def _words(self, line: str) -> list[str]:
+        return words_of(line, lambda text: str(self.shell.var_expand(text, depth=_NO_FRAME)))
+
+    @cell_magic
     @no_var_expand
     @output_can_be_silenced
-    def distributed(self, line: str, cell: str | None = None) -> Any:
+    def distributed(self, line: str, cell: str) -> Any:
         __tracebackhide__ = True  # IPython omits this frame
-        words = words_of(line, lambda text: str(self.shell.var_expand(text, depth=_NO_FRAME)))
-        if cell is None:
-            return show(actions.run(self.shell, words))
+        words = self._words(line)
         if words and words[0] in COMMANDS:
             raise UsageError(f"%%distributed {words[0]}: to run this command, write %distributed {words[0]} with one %")
         given = CELL.values(words)
@@ -214,4 +221,5 @@ class DistributedMagics(Magics):
             raise in_flags(error) from None
 
 
-DistributedMagics.distributed.__doc__ = f"{CELL.format_help()}\nWithout a cell:\n\n{actions.help_text()}"
+DistributedMagics.distributed.__doc__ = CELL.format_help().removeprefix("::\n\n")
+DistributedMagics.command.__doc__ = actions.help_text()

@@ -94,17 +94,22 @@ def test_the_start_method_can_be_chosen(kernel: Kernel) -> None:
 
 # ------------------------------------------------------------------ help
 def test_the_question_mark_explains_the_magic(kernel: Kernel) -> None:
-    reply = kernel.run("%%distributed?").reply
-    text = reply["payload"][0]["data"]["text/plain"]
+    text = kernel.run("%%distributed?").reply["payload"][0]["data"]["text/plain"]
+    first_screen = "\n".join(text.splitlines()[:24])
 
     for said in (
         "Run the cell on every rank",
-        "--num-processes",
-        "--ranks",
-        "--background",
         "%%distributed -n 2 -o sums",
+        "-n N",
+        "-o NAME",
+        "--timeout",
+        "--background",
     ):
-        assert said in text
+        assert said in first_screen
+    assert "--ranks" in text
+    commands = kernel.run("%distributed?").reply["payload"][0]["data"]["text/plain"]
+    assert "%distributed session -n 2 -o s" in commands
+    assert "--ranks" not in commands
 
 
 @pytest.mark.parametrize(
