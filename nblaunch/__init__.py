@@ -8,13 +8,14 @@
         return rank
 
     result = notebook_launcher(train, kwargs={"lr": 0.1}, num_processes=2)
-    result[1]  # what rank 1 returned
+    result[1]  # the return value of rank 1
 
-Most launches need `kwargs`, `num_processes`, `device`, `timeout` and `block`; ``help(nblaunch.notebook_launcher)`` has
-all options. ``%%distributed -n 2`` on top of a cell runs the cell, and ``nblaunch.session(2)`` starts ranks that stay.
+Most launches need only `num_processes`, `kwargs`, `device`, `timeout` and `block`; ``help(nblaunch.notebook_launcher)``
+has all options. A cell that begins with ``%%distributed -n 2`` runs on two ranks. ``nblaunch.session(2)`` starts ranks
+that keep running between cells.
 
-Importing this package starts nothing and imports no torch. In a Jupyter kernel, importing ``notebook_launcher`` or
-``session`` from it prepares the first launch in the background.
+Importing this package does not import torch. In a Jupyter kernel, importing ``notebook_launcher`` or ``session`` from it
+prepares the first launch in the background.
 """
 
 import sys as _sys

@@ -76,6 +76,7 @@ _GROUPS = {
 }
 output_can_be_silenced: Any = getattr(magic, "output_can_be_silenced", lambda function: function)
 """Lets a semicolon at the end of the cell hide a magic's value; IPython has it from 8.10 on."""
+_distributed: Any = line_magic("distributed")  # IPython annotates only the decorator without a name
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
@@ -132,7 +133,7 @@ class DistributedMagics(Magics):
         with paused():
             self.shell.run_cell(cell).raise_error()
 
-    @line_magic("distributed")
+    @_distributed
     @no_var_expand
     def command(self, line: str) -> None:
         __tracebackhide__ = True  # IPython omits this frame
