@@ -14,8 +14,8 @@ Most launches need only `num_processes`, `kwargs`, `device`, `timeout` and `bloc
 has all options. A cell that begins with ``%%distributed -n 2`` runs on two ranks. ``nblaunch.session(2)`` starts ranks
 that keep running between cells.
 
-Importing this package does not import torch. In a Jupyter kernel, importing ``notebook_launcher`` or ``session`` from it
-prepares the first launch in the background.
+Importing this package does not import torch. In a Jupyter kernel, importing ``notebook_launcher`` or ``session`` from
+it prepares the first launch in the background.
 """
 
 import sys as _sys
