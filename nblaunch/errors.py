@@ -14,7 +14,7 @@ An exception of the user's function is not wrapped: it is raised in the notebook
         ├── RankDiedError                 killed by a signal, or exited early (even with status 0)
         │   └── NodeLostError             its node is lost: power, network, or the agent
         ├── RankLostError                 the reaper died, and its ranks with it
-        ├── RankRaisedError               its exception could not be sent, or is SystemExit; this one has its text
+        ├── RankRaisedError               its exception could not be sent, or is SystemExit; the message has its text
         ├── ResultError                   its return value could not be sent
         └── CollectiveError               it waited in a collective for a rank that had finished
 
@@ -59,7 +59,7 @@ class ArgumentError(NblaunchError, ValueError):
 
 
 class UnknownArgumentError(ArgumentError, TypeError):
-    """A function has no argument of this name. The message has the nearest one."""
+    """A function has no argument of this name. The message suggests the closest name."""
 
 
 class PayloadError(NblaunchError, TypeError):

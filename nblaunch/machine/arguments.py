@@ -24,7 +24,7 @@ def whole_number(name: str, value: Any, *, least: int, most: int | None = None) 
         number = least - 1
     if isinstance(value, bool) or number < least or (most is not None and number > most):
         limits = f", at least {least}" if most is None else f" from {least} to {most}"
-        raise ArgumentError(f"{name}={value!r}: must be a whole number{limits}")
+        raise ArgumentError(f"{name}={value!r}: must be an integer{limits}")
     return number
 
 
@@ -52,7 +52,7 @@ def distinct_ranks(name: str, value: Any, world_size: int) -> tuple[int, ...]:
 def seconds(name: str, value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
-    raise ArgumentError(f"{name}={value!r}: must be a number of seconds above 0")
+    raise ArgumentError(f"{name}={value!r}: must be a positive number of seconds")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -81,7 +81,7 @@ def named_arguments(target: F, more: Collection[str] = ()) -> F:
                 if "kwargs" in known and _has_parameter(kwargs.get("function", args[0] if args else None), name):
                     shown = repr(value) if isinstance(value, (str, int, float)) and len(repr(value)) < 40 else "..."
                     raise UnknownArgumentError(
-                        f"{target.__name__}() has no argument {name!r}, a parameter of your function: "
+                        f"{target.__name__}() has no argument {name!r}, but your function does: "
                         f"pass kwargs={{{name!r}: {shown}}}"
                     )
                 raise UnknownArgumentError(f"{target.__name__}() {unexpected(name, known)}")

@@ -66,9 +66,9 @@ def remedy(error: OSError) -> str:
     if error.errno == errno.EAGAIN:
         return f": {process_advice()}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return ": close files that you do not need (ulimit -n)"
+        return ": close unneeded files (ulimit -n)"
     if error.errno == errno.ENOMEM:
-        return ": free memory, or end processes that you do not need"
+        return ": free memory, or end unneeded processes"
     return ""
 
 
@@ -77,7 +77,7 @@ def process_advice() -> str:
     found = [f"{name} is {limit}" for name, limit in _process_limits().items()] or ["ulimit -u, or a cgroup's pids.max"]
     return (
         f"no more processes or threads can be started ({'; '.join(found)}): "
-        "end processes that you do not need, use fewer ranks, DataLoader workers or threads, or raise the limit"
+        "end unneeded processes, use fewer ranks, DataLoader workers or threads, or raise the limit"
     )
 
 
@@ -144,10 +144,10 @@ def shared_memory_advice() -> str:
     except OSError:
         return ""
     return (
-        f"/dev/shm has {room.total >> 20} MiB ({room.free >> 20} MiB free now) and holds the batches of "
-        "DataLoader workers. Make it larger (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory, "
-        "mounted there), let it hold less (smaller batches, fewer workers, a lower prefetch_factor), or use "
-        "num_workers=0. torch.multiprocessing.set_sharing_strategy changes nothing: all strategies use /dev/shm"
+        f"/dev/shm holds the batches of DataLoader workers: {room.total >> 20} MiB, {room.free >> 20} MiB free. "
+        "Enlarge it (docker run --shm-size=8g; in Kubernetes, mount an emptyDir with medium: Memory), reduce its use "
+        "(smaller batches, fewer workers, a lower prefetch_factor), or use num_workers=0. "
+        "torch.multiprocessing.set_sharing_strategy does not help: every strategy uses /dev/shm"
     )
 
 

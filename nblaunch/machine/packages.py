@@ -73,7 +73,7 @@ def package_of(module: str) -> str:
 def why_not_ahead(package: str) -> str:
     """Return why a package must not be imported ahead of launches; empty if it may be."""
     if package in _READ_RANK:
-        return "it reads LOCAL_RANK while it is imported"
+        return "it reads LOCAL_RANK when imported"
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # it is broken, or was put into sys.modules by hand
@@ -83,7 +83,7 @@ def why_not_ahead(package: str) -> str:
     origin = os.path.realpath(spec.origin or "")
     if spec.origin in ("built-in", "frozen") or any(origin.startswith(root) for root in _roots()):
         return ""
-    return "it is no installed package: its files may be edited between launches"
+    return "it is not an installed package: its files may be edited between launches"
 
 
 def edited(modules: Iterable[str]) -> str:

@@ -199,7 +199,7 @@ def check_memory(size: int) -> None:
     """Raise NoRoomError unless `size` bytes of memory are free."""
     if not fits(size):
         free = in_words(free_memory())
-        raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {free} of memory are free")
+        raise NoRoomError(errno.ENOMEM, f"not enough memory for {in_words(size)}: {free} free")
 
 
 def in_words(size: float) -> str:

@@ -53,10 +53,9 @@ def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
 
 def refusal(task: SlurmTask) -> str:
     return (
-        f"this is task {task.rank} of the {task.count} of a Slurm step, and each of them would launch ranks of its "
-        "own: start one task (srun -n1), or leave out notebook_launcher and let the tasks be the ranks (srun "
-        "torchrun). If this process only inherited the variables of a task, first "
-        "del os.environ['SLURM_STEP_NUM_TASKS']"
+        f"this is task {task.rank} of {task.count} of a Slurm step, and each task would launch its own ranks: start "
+        "one task (srun -n1), or use the tasks as ranks without notebook_launcher (srun torchrun). If this process "
+        "only inherited the variables of a task, first del os.environ['SLURM_STEP_NUM_TASKS']"
     )
 
 

@@ -143,7 +143,7 @@ def test_definitions_of_cells_can_be_launched(kernel: Kernel, call: str, values:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("lambda: 1, num_processes='two'", "num_processes='two': must be a whole number, at least 1"),
+        ("lambda: 1, num_processes='two'", "num_processes='two': must be an integer, at least 1"),
         ("lambda a: a", "missing a required argument: 'a'"),
     ],
 )

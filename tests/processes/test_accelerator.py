@@ -157,7 +157,7 @@ def test_collectives(launch: Launcher) -> None:
     assert "value is complex, and complex numbers are not ordered" in order
     assert "value is a float32 tensor of shape [1] on rank 0" in sizes
     assert "rank 0's value could not be sent: TypeError: cannot pickle 'generator' object" in generator
-    assert "src=3: must be a whole number from 0 to 2" in src
+    assert "src=3: must be an integer from 0 to 2" in src
 
 
 # ------------------------------------------------------------------ training

@@ -51,7 +51,7 @@ def parts(samples: int = 8, batch_size: int = 2) -> tuple[Net, torch.optim.Optim
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
+        ({"nprocs": 0}, r"nprocs=0: must be an integer, at least 1"),
         ({"nprocs": True}, r"nprocs=True"),
         ({"compute_setup": "cuda"}, r"compute_setup='cuda': must be one of 'auto', 'cpu', 'gpu'"),
         ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of 'cpu', 'auto'"),

@@ -26,20 +26,20 @@ MODEL = nn.Linear(1, 1)
 # ------------------------------------------------------------------ values
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None])
 def test_a_whole_number_is_no_bool_float_or_text(value: Any) -> None:
-    expected = f"num_processes={value!r}: must be a whole number, at least 1"
+    expected = f"num_processes={value!r}: must be an integer, at least 1"
     with pytest.raises(ArgumentError, match=re.escape(expected)):
         whole_number("num_processes", value, least=1)
 
 
 @pytest.mark.parametrize("value", [-1, 4, True, 2.0])
 def test_a_whole_number_outside_its_range_names_both_ends(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"^src={re.escape(repr(value))}: must be a whole number from 0 to 3$"):
+    with pytest.raises(ArgumentError, match=rf"^src={re.escape(repr(value))}: must be an integer from 0 to 3$"):
         whole_number("src", value, least=0, most=3)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, math.inf, math.nan, "30", None])
 def test_seconds_are_finite_and_positive(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"timeout={value!r}: must be a number of seconds above 0")):
+    with pytest.raises(ArgumentError, match=re.escape(f"timeout={value!r}: must be a positive number of seconds")):
         seconds("timeout", value)
 
 
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_exist_are_named(value: Any, world_size: int, said: st
         (
             nblaunch.notebook_launcher,
             {"function": lambda model: model, "model": 3},
-            r"no argument 'model', a parameter of your function: pass kwargs=\{'model': 3\}",
+            r"no argument 'model', but your function does: pass kwargs=\{'model': 3\}",
         ),
         (nblaunch.session, {"num_process": 2}, r"session\(\) .* 'num_process': did you mean 'num_processes'\?"),
         (nblaunch.session, {"start_methode": "spawn"}, r"session\(\) .*: did you mean 'start_method'\?"),

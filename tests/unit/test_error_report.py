@@ -235,7 +235,7 @@ def test_an_unsendable_whole_of_sendable_parts_shows_the_error() -> None:
     assert unsendable_result(0, 1, 1, MemoryError("full")).text == "the return value cannot be pickled: full"
 
 
-FULL, LIMIT = "/dev/shm has ", "no more processes or threads can be started ("
+FULL, LIMIT = "/dev/shm holds ", "no more processes or threads can be started ("
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_limits_of_processes_are_named(cgroups: Cgroups, monkeypatch: pytest.Mon
     )
     cgroups.holds("pids.max", "max\n")
     monkeypatch.setattr("resource.getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    assert "(ulimit -u, or a cgroup's pids.max): end processes" in limits.process_advice()
+    assert "(ulimit -u, or a cgroup's pids.max): end unneeded" in limits.process_advice()
 
 
 def test_refused_threads_are_found_before_a_library_needs_them(

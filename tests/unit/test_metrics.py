@@ -85,7 +85,7 @@ def test_a_mean_of_nothing_and_of_what_is_not_finite(values: list[Any], mean: fl
 
 @pytest.mark.parametrize("count", [-1, 1.5, "two"])
 def test_a_count_is_a_number_of_samples(count: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"count={count!r}: must be a whole number, at least 0"):
+    with pytest.raises(ArgumentError, match=f"count={count!r}: must be an integer, at least 0"):
         Mean().update(1.0, count)
 
 
@@ -160,7 +160,7 @@ def test_accuracy_names_both_shapes_where_they_do_not_fit(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_k": 0}, "top_k=0: must be a whole number, at least 1"),
+        ({"top_k": 0}, "top_k=0: must be an integer, at least 1"),
         ({"top_k": 2, "threshold": 0.5}, "top_k=2, threshold=0.5: binary outputs need top_k=1"),
     ],
 )

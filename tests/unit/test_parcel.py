@@ -692,7 +692,7 @@ def test_data_without_room_is_not_copied(make: Callable[[], Any], monkeypatch: p
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 1000)
     monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
     monkeypatch.setattr(np, "ascontiguousarray", lambda *_: pytest.fail("copied"))
-    with pytest.raises(NoRoomError, match=r"no room for \d+ KB: 12 MB of memory are free$"):
+    with pytest.raises(NoRoomError, match=r"not enough memory for \d+ KB: 12 MB free$"):
         packed(data)
 
 

@@ -36,11 +36,11 @@ def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("num_processes", True, "must be a whole number, at least 1"),
-        ("max_restarts", None, "must be a whole number, at least 0"),
-        ("threads_per_rank", "4", "must be a whole number, at least 1"),
-        ("timeout", "1m", "must be a number of seconds above 0"),
-        ("stop_grace", float("inf"), "must be a number of seconds above 0"),
+        ("num_processes", True, "must be an integer, at least 1"),
+        ("max_restarts", None, "must be an integer, at least 0"),
+        ("threads_per_rank", "4", "must be an integer, at least 1"),
+        ("timeout", "1m", "must be a positive number of seconds"),
+        ("stop_grace", float("inf"), "must be a positive number of seconds"),
         *(("device", value, "must be one of 'auto', 'cpu', 'cuda'") for value in ("tpu", None, ["cpu"])),
         *(("backend", value, "must be one of 'gloo', 'nccl',") for value in ("smoke", "")),
         ("start_method", "forked", "must be one of 'auto', 'forkserver', 'spawn', 'fork'"),
@@ -105,7 +105,7 @@ def test_more_ranks_than_free_descriptors_are_refused() -> None:
     assert planned(small, num_processes=248).world_size == 248
     with pytest.raises(
         ArgumentError,
-        match=r"^num_processes=249 needs about 1,026 file descriptors in the kernel, which may open 1,024 more \(ulim",
+        match=r"^num_processes=249 needs about 1,026 file descriptors in the kernel, but only 1,024 are free \(ulim",
     ):
         planned(small, num_processes=249)
 
@@ -242,7 +242,7 @@ def test_several_nodes_each_place_their_own_ranks() -> None:
 
 def test_nodes_that_cannot_work_together_are_named() -> None:
     gpu, cpu = Machine(2, 8, "linux", {}, name="gpu1"), Machine(0, 8, "linux", {}, name="cpu1")
-    with pytest.raises(ArgumentError, match=r"^device='auto': cpu1 has no GPU, and other nodes have"):
+    with pytest.raises(ArgumentError, match=r"^device='auto': cpu1 has no GPU, but other nodes do"):
         make_plan([gpu, cpu], LocalEngine())
     with pytest.raises(ArgumentError, match=r"^device='cuda', but no GPU is visible on cpu1"):
         make_plan([gpu, cpu], LocalEngine(), Options(device="cuda"))

@@ -163,5 +163,5 @@ def test_a_look_does_not_advance_the_epoch(cuda: Cuda, size: int) -> None:
 
 
 def test_a_wrong_depth_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth=0: must be a whole number, at least 1"):
+    with pytest.raises(ArgumentError, match=r"^depth=0: must be an integer, at least 1"):
         Prefetcher([], "cpu", 0)

@@ -332,11 +332,11 @@ def test_a_dataset_or_its_length() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_replicas": 0}, "num_replicas=0: must be a whole number, at least 1"),
+        ({"num_replicas": 0}, "num_replicas=0: must be an integer, at least 1"),
         ({"num_replicas": 2, "rank": 2}, "rank=2, num_replicas=2: rank must be below num_replicas"),
-        ({"rank": -1}, "rank=-1: must be a whole number, at least 0"),
-        ({"seed": -1}, "seed=-1: must be a whole number from 0"),
-        ({"dataset_or_length": -1}, "dataset_or_length=-1: must be a whole number, at least 0"),
+        ({"rank": -1}, "rank=-1: must be an integer, at least 0"),
+        ({"seed": -1}, "seed=-1: must be an integer from 0"),
+        ({"dataset_or_length": -1}, "dataset_or_length=-1: must be an integer, at least 0"),
     ],
 )
 def test_numbers_out_of_range_are_named(arguments: dict[str, Any], message: str) -> None:

@@ -47,7 +47,7 @@ def test_it_is_the_seed_of_whatever_is_given_none(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "1", None])
 def test_a_seed_out_of_range_is_refused(seed: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"^seed=.*: must be a whole number from 0 to 4294967295"):
+    with pytest.raises(ArgumentError, match=r"^seed=.*: must be an integer from 0 to 4294967295"):
         seed_everything(seed)
 
 

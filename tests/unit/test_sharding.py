@@ -505,7 +505,7 @@ def test_move_applies_to_each_batch_and_reshard_returns_the_loader() -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"^loader=\[1, 2\]: must be a torch.utils.data.DataLoader, not a list"):
         shard([1, 2])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"^seed=-1: must be a whole number from 0"):
+    with pytest.raises(ArgumentError, match=r"^seed=-1: must be an integer from 0"):
         shard(DataLoader(DATA), seed=-1)
 
 

@@ -23,11 +23,11 @@ from nblaunch.training.train_config import loader_of
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"epochs": -1}, r"epochs=-1: must be a whole number, at least 0"),
-        ({"batch_size": 2.5}, r"batch_size=2\.5: must be a whole number, at least 1"),
-        ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
-        ({"checkpoint_every": True}, r"checkpoint_every=True: must be a whole number"),
-        ({"gradient_accumulation_steps": None}, r"gradient_accumulation_steps=None: must be a whole number"),
+        ({"epochs": -1}, r"epochs=-1: must be an integer, at least 0"),
+        ({"batch_size": 2.5}, r"batch_size=2\.5: must be an integer, at least 1"),
+        ({"nprocs": 0}, r"nprocs=0: must be an integer, at least 1"),
+        ({"checkpoint_every": True}, r"checkpoint_every=True: must be an integer"),
+        ({"gradient_accumulation_steps": None}, r"gradient_accumulation_steps=None: must be an integer"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0: must be above 0, or None"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of constant, linear, cosine, or a function"),
         ({"seed": "a"}, r"seed='a'"),
