@@ -303,7 +303,7 @@ class AgentGroup:
                 sent, parcel = self._waiting[0]
                 if lost := [self._blobs.lost[blob.key] for blob in parcel if blob.key in self._blobs.lost]:
                     self._waiting.clear()
-                    raise OSError(f"{socket.gethostname()} cannot keep the data: {lost[0]}")
+                    raise OSError(f"{socket.gethostname()} cannot store the data: {lost[0]}")
                 if not all(blob.key in self._blobs for blob in parcel):
                     return
                 del self._waiting[0]
@@ -439,7 +439,7 @@ class Agent:
         signal.signal(signal.SIGTERM, self._note_term)
 
     def _note_term(self, *_: object) -> None:
-        self._reason_to_leave = "the node is being taken back (SIGTERM)"
+        self._reason_to_leave = "the node is being reclaimed (SIGTERM)"
 
     # -------------------------------------------------------------- the loop
     def run(self) -> None:
@@ -473,7 +473,7 @@ class Agent:
         try:
             group.step(now)
         except Exception:  # noqa: BLE001  # the other groups go on
-            _log.exception("nblaunch: group %s has failed", group.group)
+            _log.exception("nblaunch: group %s failed", group.group)
             self._outbox.put(FromGroup(group.group, Lost()))
             self._close(group.group)
 
@@ -500,7 +500,7 @@ class Agent:
             try:
                 self._take(pickle.loads(parts[0]), parts[1:])
             except Exception:  # noqa: BLE001  # one group must not end the others
-                _log.exception("nblaunch: a message of the kernel failed")
+                _log.exception("nblaunch: a message from the kernel failed")
 
     def _watch_connection(self) -> None:
         """Let the agent exit once its connection has ended. Runs in a thread: the loop may be busy."""
@@ -512,7 +512,7 @@ class Agent:
             time.sleep(timeouts.AGENT_EXIT_TIMEOUT_S)
         else:
             with contextlib.suppress(OSError):  # no one reads it any more
-                os.write(2, f"no connection to {self._boot.endpoint}\n".encode())
+                os.write(2, f"cannot connect to {self._boot.endpoint}\n".encode())
         self._folder.close()
         os._exit(1)  # the fork servers and reapers see it, and kill every rank
 
@@ -579,7 +579,7 @@ class Agent:
         if not os.path.isdir(cwd):
             cwd = str(files.root / "cwd")
             os.mkdir(cwd)
-            note = f"{self._machine.name} has no directory {wanted.cwd}: its ranks run in an empty one"
+            note = f"{self._machine.name} has no directory {wanted.cwd}: its ranks run in an empty directory"
         path = modules + [entry for entry in wanted.sys_path if not entry or os.path.exists(entry)]
         path += [entry for entry in own.sys_path if entry and entry not in path]
         return replace(wanted, cwd=cwd, sys_path=tuple(path), limits=own.limits, cpus=own.cpus), note

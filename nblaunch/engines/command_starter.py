@@ -97,16 +97,14 @@ class CommandStarter:
         python, details = python_on_nodes(), f": {said}" if said else ""
         if status in (126, 127) or f"{python}: No such file or directory" in said:  # srun exits with 2
             return (
-                f"{name}: cannot start {python} there; let NBLAUNCH_PYTHON name a Python there that has torch and "
+                f"{name}: cannot start {python}; set NBLAUNCH_PYTHON to a Python there that has torch and "
                 f"nblaunch{details}"
             )
         if missing := _NO_MODULE.search(said):
             module = "nblaunch of the notebook's version" if missing["inner"] else missing["module"]
-            return (
-                f"{name}: {python} there has no {module}: install it there, or let NBLAUNCH_PYTHON name a Python that "
-                "has it"
-            )
-        return f"{name}: the agent has exited with status {status}{details}"
+            advice = "install it there, or set NBLAUNCH_PYTHON to a Python that has it"
+            return f"{name}: {python} there has no {module}: {advice}"
+        return f"{name}: the agent exited with status {status}{details}"
 
     def stop(self) -> None:
         """End the commands: their agents have been told to exit. Idempotent."""

@@ -38,7 +38,7 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         kind = "slurm" if count != 1 and _in_several_nodes() else "local"
         if kind == "local" and count not in (None, 1):
             raise ArgumentError(
-                f"num_nodes={count}: engine='auto' is this machine alone; name an engine that has more nodes, as in "
+                f"num_nodes={count}: engine='auto' uses only this machine; choose another engine, such as "
                 "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
             )
     if kind == "local":
@@ -98,10 +98,10 @@ def _asked(name: Any, num_nodes: Any) -> tuple[str, list[str], int | None]:
     if kind not in KINDS:
         raise ArgumentError(f"engine={name!r}: must begin with one of {', '.join(map(repr, KINDS))}")
     if kind in ("auto", "local") and words:
-        raise ArgumentError(f"engine={name!r}: {kind!r} has no options")
+        raise ArgumentError(f"engine={name!r}: {kind!r} takes no options")
     count = None if num_nodes is None else arguments.whole_number("num_nodes", num_nodes, least=1)
     if kind == "local" and count not in (None, 1):
-        raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
+        raise ArgumentError(f"num_nodes={count}: engine='local' uses only this machine")
     return kind, words, count
 
 

@@ -233,7 +233,7 @@ class ForkServer:
 
     def described(self) -> str:
         if self.problem:
-            return f"fork server: not running; given up: {self.problem} (%reload_ext nblaunch tries again)"
+            return f"fork server: disabled: {self.problem} (%reload_ext nblaunch tries again)"
         if self.hello is None:
             return f"fork server: pid {self.process.pid}, importing {', '.join(self.preload)}"
         refused, seconds = self.hello.problem, self.hello.seconds
@@ -277,9 +277,7 @@ class ForkServer:
                     self.package = message.package
                     return message
                 else:
-                    raise StartError(
-                        "nblaunch was upgraded while this kernel ran: restart the kernel to use the new one"
-                    )
+                    raise StartError("nblaunch was upgraded: restart the kernel to use the new version")
             left = deadline - time.monotonic()
             if self.channel.closed or left <= 0 or not readable(self.channel, left):
                 raise StartError(self._why_not())
@@ -287,7 +285,7 @@ class ForkServer:
 
     def _why_not(self) -> str:
         if self.package and self.channel.closed:
-            return "importing it ends the process"
+            return "importing it terminates the process"
         if self.package:
             return f"importing it takes more than {PRELOAD_TIMEOUT_S:.0f} s"
         self._errors.seek(0)
@@ -435,7 +433,7 @@ class Servers:
         problem = f"{problem} (%reload_ext nblaunch tries again)" if server.hello is None else server.hello.problem
         if not problem:
             return method
-        warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
+        warn(f"the fork server cannot be used, so ranks are spawned (slower): {problem}")
         return "spawn"
 
     def status(self) -> list[str]:
@@ -451,8 +449,8 @@ class Servers:
                 elif server not in own:
                     lines.append(f"for another environment (env=): {server.state()}")
             if self._building is not None:
-                lines.append(f"in preparation: a fork server that imports {_packages_in(self._building.ahead)} ahead")
-            return lines + [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
+                lines.append(f"starting: a fork server that preloads {_packages_in(self._building.ahead)}")
+            return lines + [f"not preloaded: {name} ({why})" for name, why in self._left_out.items()]
 
     def stop(self) -> None:
         with self._lock:
@@ -505,7 +503,7 @@ class Servers:
             self.retire(self._bare)
         for server in list(self._servers):
             if server.installed != installed_now():
-                _log.info("what is installed has changed: starting a new fork server")
+                _log.info("installed packages have changed: starting a new fork server")
                 self._left_out.clear()
                 self.retire(server)
             elif not (server.alive() or server.problem):  # a server that did not start stays, or launches would wait

@@ -141,7 +141,7 @@ class Outbox:
             except StopIteration:
                 lane.popleft()
             except Exception as error:  # noqa: BLE001  # a source that fails must not end the link, or a node is lost
-                _log.exception("nblaunch: something could not be sent over a link")
+                _log.exception("nblaunch: a message could not be sent over a link")
                 lane.popleft()
                 on_error(f"{type(error).__name__}: {error}")
             if not lane:
@@ -279,9 +279,7 @@ class Link:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise StartError(
-                f"cannot listen on {address}: {error}; NBLAUNCH_ADDRESS chooses another address"
-            ) from error
+            raise StartError(f"cannot listen on {address}: {error}; set NBLAUNCH_ADDRESS to another address") from error
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         client = self._client_public.decode(), self._client_secret.decode()
         self.boot = Boot(endpoint, public.decode(), *client, proof=proof)
@@ -365,7 +363,7 @@ class Link:
             try:
                 self._take(identity, frames[-1].get(zmq.SRCFD), parts)
             except Exception:  # noqa: BLE001  # a message of one agent must not end the link to the others
-                _log.exception("nblaunch: a message of a node could not be read")
+                _log.exception("nblaunch: a message from a node could not be read")
         return False
 
     def _take(self, identity: bytes, connection: int, parts: Sequence[Part]) -> None:
@@ -378,7 +376,7 @@ class Link:
 
     def _join(self, peer: Peer, parts: Sequence[Part]) -> None:
         if self.boot.proof and not is_own_credential(bytes(parts[2]).decode(), self.boot.text_to_prove(peer.identity)):
-            _log.warning("nblaunch: an agent could not prove that it is one of yours, and was not let in")
+            _log.warning("nblaunch: rejected an agent that failed to authenticate")
             return
         self._peers[peer.identity] = peer
         said = json.loads(bytes(parts[1]))
@@ -390,7 +388,7 @@ class Link:
         for peer in self._peers.values():
             if peer.connection == connection:
                 del self._peers[peer.identity]
-                self._on_lost(peer, "its agent was killed, or its network was cut")
+                self._on_lost(peer, "its agent was killed, or the network failed")
                 return
 
     def _send(self, peer: Peer, parts: Sequence[Part]) -> None:
@@ -451,8 +449,6 @@ def difference(there: Versions, here: Versions) -> str:
     for name in ("nblaunch", "protocol", "python", "torch", "cloudpickle"):
         theirs, ours = getattr(there, name), getattr(here, name)
         if theirs != ours:
-            return (
-                f"has {name} {theirs}, and the notebook {ours}: install the same there, or let NBLAUNCH_PYTHON name a "
-                "Python there that has it"
-            )
+            advice = "install the same version there, or set NBLAUNCH_PYTHON to a Python there that has it"
+            return f"has {name} {theirs}, but the notebook has {ours}: {advice}"
     return ""

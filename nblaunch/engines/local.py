@@ -139,11 +139,11 @@ def check_fork() -> None:
     """Refuse a fork of the kernel if CUDA is initialized; else warn about its risks."""
     if has_used_cuda():
         raise StartError(
-            "start_method='fork': CUDA runs in the notebook, and does not work after a fork: use start_method='auto'"
+            "start_method='fork': the notebook has used CUDA, which fails after a fork: use start_method='auto'"
         )
     warn(
-        "start_method='fork' copies a process with threads: ranks hang if a lock is held, or if OpenMP has run in the "
-        "notebook. start_method='auto' is as fast and safe"
+        "start_method='fork' copies a multithreaded process: ranks hang if a thread holds a lock, or if the notebook "
+        "has used OpenMP. start_method='auto' is as fast, and safe"
     )
 
 
@@ -505,8 +505,8 @@ class LocalWorkers:
             return None
         server.wake()
         return (
-            f"the fork server (pid {server.process.pid}) has not answered for {timeouts.GROUP_BEGIN_TIMEOUT_S:.0f} s: "
-            "waiting (is the machine short of memory?)"
+            f"no response from the fork server (pid {server.process.pid}) for {timeouts.GROUP_BEGIN_TIMEOUT_S:.0f} s: "
+            "still waiting (is the machine out of memory?)"
         )
 
     def abandon(self) -> None:

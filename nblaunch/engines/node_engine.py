@@ -93,11 +93,11 @@ class NodeEngine:
 
         def check() -> None:
             if give_up() or self._stops != stops:
-                raise GivenUpError(f"{self._starter.name}: the nodes are not wanted any more")
+                raise GivenUpError(f"{self._starter.name}: the wait for nodes was cancelled")
 
         while not self._lock.acquire(timeout=timeouts.NODES_POLL_S):
             check()
-            show(f"{self._starter.name}: another launch starts agents on these nodes")
+            show(f"{self._starter.name}: another launch is starting agents on these nodes")
         try:
             check()
             if self._nodes is not None and not self._nodes.is_whole:
@@ -141,9 +141,9 @@ class NodeEngine:
     def _late(self, nodes: Nodes) -> str:
         joined = ", ".join(node.machine.name for node in nodes.joined) or "none"
         return (
-            f"{self._starter.name}: {len(nodes.joined)} of {nodes.count} nodes have answered within "
-            f"{NODES_START_TIMEOUT_S:.0f} s ({joined}). Can they reach {nodes.link.boot.endpoint}? "
-            "NBLAUNCH_ADDRESS chooses another address of this machine"
+            f"{self._starter.name}: only {len(nodes.joined)} of {nodes.count} nodes responded within "
+            f"{NODES_START_TIMEOUT_S:.0f} s ({joined}). Can the others reach {nodes.link.boot.endpoint}? "
+            "Set NBLAUNCH_ADDRESS to use another address of this machine"
         )
 
     def _release(self) -> None:
@@ -216,6 +216,6 @@ def address_for(nodes: Iterable[str]) -> str:
             failed = failed or f"no route to {node}: {error}"
     if not found:
         raise StartError(
-            f"{failed}. Is the name right? NBLAUNCH_ADDRESS names the address of this machine that nodes reach"
+            f"{failed}. Check the name, or set NBLAUNCH_ADDRESS to an address of this machine that nodes can reach"
         )
     return max(set(found), key=found.count)

@@ -265,7 +265,7 @@ class Nodes:
         if all(blob.key in self._blobs for blob in parcel):
             return Descriptors([self._blobs.take(blob.key) for blob in parcel]), ""
         self._blobs.drop([blob.key for blob in parcel])
-        return Descriptors(), "there was no room for the result on the notebook's machine"
+        return Descriptors(), "the notebook's machine had no space for the result"
 
     def _lose(self, peer: Peer, reason: str) -> None:
         node = self._by_peer.get(peer.identity)
@@ -431,12 +431,12 @@ class NodeWorkers:
             while len(self._placed) < len(self._used):
                 lost = [f"node {node.machine.name} is lost: {node.lost}" for node in self._used if node.lost]
                 if give_up():
-                    raise GivenUpError("the ranks are not wanted any more")
+                    raise GivenUpError("the launch was cancelled")
                 if lost or time.monotonic() > deadline:
                     waiting = [node.machine.name for node in self._used if node.index not in self._placed]
                     no_answer = (
-                        f"{', '.join(waiting)}: no answer within {PLACED_TIMEOUT_S:.0f} s. Does `import "
-                        "torch` hang there? `%distributed release` frees the nodes, and the next launch starts others"
+                        f"{', '.join(waiting)}: no response within {PLACED_TIMEOUT_S:.0f} s. Does `import torch` hang "
+                        "there? `%distributed release` releases the nodes, and the next launch starts new agents"
                     )
                     raise StartError(lost[0] if lost else no_answer)
                 self._changed.wait(timeouts.NODES_POLL_S)
@@ -469,8 +469,8 @@ class NodeWorkers:
         node = next(node for node, ranks in self._ranks if rank in ranks)
         if node.lost:
             raise StartError(
-                f"rank {rank} cannot start again: node {node.machine.name} is lost ({node.lost}). A restart of all "
-                "ranks gets new nodes"
+                f"rank {rank} cannot be restarted: node {node.machine.name} is lost ({node.lost}). Restart all ranks "
+                "to get new nodes"
             )
         self._workers[rank] = self._worker(rank, node)
         self._call(node, "restart", environment, rank=rank, in_order=True)
@@ -606,7 +606,7 @@ class NodeWorkers:
             self._stuck += event.stuck
             self._end(node)
         else:  # its reaper is dead
-            self._exit_all(node, "the process that supervises its ranks was killed", time.monotonic())
+            self._exit_all(node, "the parent process of its ranks was killed", time.monotonic())
             self._end(node)
 
     def lose(self, node: int, reason: str) -> None:
@@ -654,7 +654,7 @@ class NodeWorkers:
 
     # -------------------------------------------------------------- trouble, and the end
     def nudge(self) -> str | None:
-        return "the nodes have not answered: waiting"
+        return "no response from the nodes: still waiting"
 
     def abandon(self) -> None:
         for node in self._used:

@@ -128,11 +128,11 @@ class RayStarter:
             late = time.monotonic() > deadline
             if late or self._heard.problem:
                 where = address or os.environ.get("RAY_ADDRESS") or "this machine's cluster"
-                why = self._heard.problem or f"no answer within {RAY_CONNECT_TIMEOUT_S:.0f} s"
+                why = self._heard.problem or f"no response within {RAY_CONNECT_TIMEOUT_S:.0f} s"
                 raise StartError(
                     f"engine='ray' cannot connect to {where} ({why}). The notebook must run on a machine of the "
-                    "cluster: `ray start --head` starts one here, `ray start --address=HOST:6379` joins one, and "
-                    "engine='ray --address HOST:6379' or RAY_ADDRESS chooses one"
+                    "cluster. `ray start --head` starts a cluster here, and `ray start --address=HOST:6379` joins one. "
+                    "Choose a cluster with engine='ray --address HOST:6379' or RAY_ADDRESS"
                 )
 
     def start(self, boot: Boot) -> None:
@@ -188,7 +188,7 @@ class RayStarter:
         elif not read:
             assert self._errors is not None
             status, said = self._driver.wait(), said_in(self._errors)
-            self._heard = RayState(problem=f"ray: its driver has exited with status {status}: {said}")
+            self._heard = RayState(problem=f"ray: the driver exited with status {status}: {said}")
 
 
 def _request_of(words: Sequence[str], count: int) -> RayRequest:
@@ -348,7 +348,7 @@ class Driver:
         asked = ", ".join(f"{name}: {most:g}" for name, most in bundle.items())
         left = ", ".join(f"{name}: {free.get(name, 0):g}" for name in bundle)
         count = self.request.count
-        return f"ray: waiting for nodes: {count} with {asked}; the cluster has {len(fit)}; free in all: {left}"
+        return f"ray: waiting for nodes: {count} with {asked}; the cluster has {len(fit)}; free in total: {left}"
 
     def _problem(self) -> str:
         import ray
@@ -357,8 +357,8 @@ class Driver:
             try:
                 host, status, said = ray.get(run)
             except Exception as error:  # noqa: BLE001  # an actor that died, or could not be made
-                return f"ray: an agent's actor failed: {str(error).strip()[:_MAX_SAID]}"
-            return f"ray: {host}: the agent has exited with status {status}" + (f": {said}" if said else "")
+                return f"ray: the actor of an agent failed: {str(error).strip()[:_MAX_SAID]}"
+            return f"ray: {host}: the agent exited with status {status}" + (f": {said}" if said else "")
         return ""
 
     def end(self) -> None:

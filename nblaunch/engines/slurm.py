@@ -52,9 +52,7 @@ class SlurmStarter(CommandStarter):
         held = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if self._allocation else 0
         self.count = num_nodes or held or 1
         if self._allocation and self.count > held:
-            raise ArgumentError(
-                f"num_nodes={self.count}, but job {self._allocation}, which this notebook runs in, has {held}"
-            )
+            raise ArgumentError(f"num_nodes={self.count}, but the notebook's job {self._allocation} has {held}")
         self._job_name = f"nblaunch-{secrets.token_hex(4)}"
         self._job = self._allocation
         self._state, self._asked_at, self._is_queued = "", 0.0, False
@@ -68,7 +66,7 @@ class SlurmStarter(CommandStarter):
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing:
             raise StartError(
-                f"engine='slurm': there is no `{missing[0]}` on the PATH: start the notebook where Slurm's commands are"
+                f"engine='slurm': `{missing[0]}` is not on the PATH: start the notebook where Slurm is installed"
             )
         self.proof = "munge" if has_munge() else ""
         asked = os.environ.get("SLURM_JOB_NODELIST", "") if self._allocation else ""

@@ -47,7 +47,7 @@ class SshStarter(CommandStarter):
             elif word.startswith("-"):
                 self._options += [word, rest.pop(0)] if word in _VALUED else [word]
             elif "," in word:
-                raise ArgumentError(f"{typed}: hosts are separated by spaces, as in engine='ssh gpu1 gpu2'")
+                raise ArgumentError(f"{typed}: separate hosts by spaces, as in engine='ssh gpu1 gpu2'")
             else:
                 hosts.append(word)
         if not hosts:
@@ -60,7 +60,7 @@ class SshStarter(CommandStarter):
 
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         if shutil.which("ssh") is None:
-            raise StartError("engine='ssh': there is no `ssh` on the PATH: install OpenSSH's client")
+            raise StartError("engine='ssh': `ssh` is not on the PATH: install the OpenSSH client")
         found = []
         for host in self._hosts:
             check()
@@ -85,8 +85,8 @@ class SshStarter(CommandStarter):
             return super().reason(name, status, said)
         by_hand = shlex.join(["ssh", *self._options, name, "true"])
         return (
-            f"{name}: ssh has failed: {said.rstrip('.') or 'it does not say why'}. `{by_hand}` must work in a terminal "
-            "of this machine, without a password or question"
+            f"{name}: ssh failed: {said.rstrip('.') or 'no error message'}. `{by_hand}` must work in a terminal of "
+            "this machine, without a password or other prompt"
         )
 
     def state(self) -> str:

@@ -154,7 +154,7 @@ def test_a_broken_connection_is_a_lost_node(kernel: Kernel) -> None:
         agent.say(Leaving("a reason"))
     agent.close(1000)
     eventually(lambda: kernel.lost)
-    assert kernel.lost == ["its agent was killed, or its network was cut"]
+    assert kernel.lost == ["its agent was killed, or the network failed"]
     assert kernel.heard == [Leaving("a reason")] * 1000
     works(kernel)
 

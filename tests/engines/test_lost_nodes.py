@@ -78,7 +78,7 @@ def test_a_node_that_leaves_between_two_cells_is_announced(
         workers: Any = kept._ranks.group.workers
         eventually(lambda: any(isinstance(event, NodeLeaving) for event in workers._events))
         kept.run(hosts, view="text")
-    assert "n2: the node is being taken back (SIGTERM): save what you need" in capsys.readouterr().out
+    assert "n2: the node is being reclaimed (SIGTERM): its ranks will end soon" in capsys.readouterr().out
     eventually(lambda: not weak_cluster[1].python())  # without ranks it waits for nothing
     assert "nblaunch-agent" not in weak_cluster[1].run("ls", "/tmp")
     assert list(launch_alone(hosts)) == ["n1", "n2"]
@@ -163,7 +163,7 @@ def test_an_interrupt_does_not_wait_for_agents_that_do_not_answer(
     try:
         running = launch_alone(hosts, block=False)
         running.stop()
-        with pytest.raises(LaunchStoppedError, match=r"was stopped before its ranks had begun$"):
+        with pytest.raises(LaunchStoppedError, match=r"was stopped before its ranks started$"):
             running.result()
     finally:
         signal_each(agents, "CONT")

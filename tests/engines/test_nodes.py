@@ -214,7 +214,9 @@ def test_a_node_with_another_version_is_refused() -> None:
     nodes = Nodes("127.0.0.1", 1)
     try:
         nodes._join(Peer(b"n1"), replace(versions_here(), torch="1.0", host="n1"), pytest.fail)
-        with pytest.raises(StartError, match=r"^n1 has torch 1\.0, and the notebook \d.*: install the same there"):
+        with pytest.raises(
+            StartError, match=r"^n1 has torch 1\.0, but the notebook has \d.*: install the same version there"
+        ):
             nodes.wait(0.0)
     finally:
         nodes.close()

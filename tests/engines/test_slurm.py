@@ -64,7 +64,7 @@ def test_ranks_run_on_the_nodes_that_slurm_gives(slurm: SlurmCluster, monkeypatc
     assert [each[0] for each in jobs(slurm)] == [job]  # the nodes are held
     slurm.run("scancel", job)
     with pytest.raises(
-        LaunchStoppedError, match=r"^n\d: the node is being taken back \(SIGTERM\), so work was"
+        LaunchStoppedError, match=r"^n\d: the node is being reclaimed \(SIGTERM\), so work was"
     ) as caught:
         running.result()
     files = caught.value._nblaunch_files  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def test_the_notebooks_own_allocation_is_used(slurm: SlurmCluster, monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     assert [host for host, _ in launch(hosts, engine="auto", num_nodes=None)] == ["n1", "n2"]
     assert [each[0] for each in jobs(slurm)] == [job]
-    with pytest.raises(ArgumentError, match=f"^num_nodes=3, but job {job}, which this notebook runs in, has 2"):
+    with pytest.raises(ArgumentError, match=f"^num_nodes=3, but the notebook's job {job} has 2"):
         launch(hosts, num_nodes=3)
     current.release()
     assert [each[1] for each in jobs(slurm)] == ["RUNNING"]  # it is the user's

@@ -108,8 +108,7 @@ def test_a_launch_follows_a_kernel_on_the_notebooks_gpu(new_kernel: Kernel) -> N
     assert new_kernel.ask("result[0][:2]") == ("cuda:0", 0)
     refused = new_kernel.run("notebook_launcher(place, num_processes=1, start_method='fork', view='none')")
     assert refused.error == (
-        "StartError: start_method='fork': CUDA runs in the notebook, and does not work after a fork: "
-        "use start_method='auto'"
+        "StartError: start_method='fork': the notebook has used CUDA, which fails after a fork: use start_method='auto'"
     )
     spawned = "notebook_launcher(place, num_processes=1, start_method='spawn', view='none')[0][:2]"
     assert new_kernel.ask(spawned) == ("cuda:0", 0)

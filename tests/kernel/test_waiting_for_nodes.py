@@ -66,7 +66,7 @@ def test_the_cell_says_again_that_it_is_busy_and_an_interrupt_cancels(waiting: K
         waiting.take_message(time.monotonic() + LONG)
     waiting.interrupt()
     waiting.finish_cell(request)
-    assert cell.error == "KeyboardInterrupt: interrupted while waiting for nodes: what was started has been ended"
+    assert cell.error == "KeyboardInterrupt: interrupted while waiting for nodes: everything started was stopped"
     assert len(cell.traceback.splitlines()) == 1
     assert not sleepers(waiting)
 
@@ -76,5 +76,5 @@ def test_an_ssh_that_ends_is_the_error(waiting: Kernel) -> None:
     waiting.follow_cell(request, until="starting agents on 2 nodes")
     sleepers(waiting)[0].kill()
     cell = waiting.finish_cell(request)
-    assert re.match(r"StartError: gpu[12]: the agent has exited with status -9", cell.error)
+    assert re.match(r"StartError: gpu[12]: the agent exited with status -9", cell.error)
     assert not sleepers(waiting)

@@ -82,7 +82,7 @@ def test_ranks_are_spawned_if_the_fork_server_never_gets_ready(
     monkeypatch.setattr(fork_servers, "ForkServer", _not_again)
     with pytest.warns(UserWarning, match=r"reload_ext nblaunch tries again"):
         assert own.usable("forkserver") == "spawn"
-    assert own.status()[0].startswith("fork server: not running; given up: the fork server did not start")
+    assert own.status()[0].startswith("fork server: disabled: the fork server did not start")
 
 
 def _not_again(preload: tuple[str, ...]) -> NoReturn:

@@ -113,7 +113,7 @@ def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Ca
     assert launched(os.getpid)
     assert own._servers == [served]
     assert served.launches == 2
-    assert own.status()[-1] == "in preparation: a fork server that imports imported_soon ahead"
+    assert own.status()[-1] == "starting: a fork server that preloads imported_soon"
     os.kill(served.process.pid, signal.SIGKILL)
     eventually(lambda: not served.alive())
     assert launched(os.getpid)

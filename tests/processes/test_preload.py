@@ -34,7 +34,7 @@ BAD = {
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
         "preloading left 2 threads running",
     ),
-    "ends_the_process": ("os._exit(3)\n", "importing it ends the process"),
+    "ends_the_process": ("os._exit(3)\n", "importing it terminates the process"),
     "hangs": ("import time\ntime.sleep(600)\n", "importing it takes more than 1 s"),
     "raises": ("raise ValueError('no licence')\n", "importing it raises ValueError: no licence"),
     "touches_cuda": (
@@ -178,7 +178,7 @@ def test_packages_that_ranks_must_not_share_are_left_out(own: Servers, monkeypat
     monkeypatch.setattr(fork_servers, "PRELOAD_TIMEOUT_S", 1.0)
     own.preload(list(BAD))
     assert not set(BAD) & set(had(own, "recorder").ahead)
-    said = [line.removeprefix("not imported ahead of launches: ") for line in own.status()]
+    said = [line.removeprefix("not preloaded: ") for line in own.status()]
     for name, (_, reason) in BAD.items():
         assert any(line.startswith(f"{name}, as {reason}") for line in said)
 

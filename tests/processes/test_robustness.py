@@ -84,7 +84,7 @@ def test_a_fork_server_that_does_not_answer_is_waited_for(
         os.kill(slow.process.pid, signal.SIGCONT)
     assert list(launch.result()) == [0, 1]
     assert present_server() is slow
-    assert f"the fork server (pid {slow.process.pid}) has not answered for" in "".join(said)
+    assert f"no response from the fork server (pid {slow.process.pid}) for" in "".join(said)
 
 
 def test_a_fork_server_that_something_has_stopped_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def shell(said: str, status: int) -> tuple[str, ...]:
     return "sh", "-c", f"printf '%s\\n' \"$0\" >&2; exit {status}", said
 
 
-WAY_OUT = "install it there, or let NBLAUNCH_PYTHON name a Python that has it"
+WAY_OUT = "install it there, or set NBLAUNCH_PYTHON to a Python that has it"
 RUNPY = "/opt/python: Error while finding module specification for 'nblaunch.engines.agent' (ModuleNotFoundError: "
 
 
@@ -61,21 +61,21 @@ RUNPY = "/opt/python: Error while finding module specification for 'nblaunch.eng
         (
             "ModuleNotFoundError: No module named 'torch.xpu'",
             1,
-            "the agent has exited with status 1: ModuleNotFoundError: No module named 'torch.xpu'",
+            "the agent exited with status 1: ModuleNotFoundError: No module named 'torch.xpu'",
         ),
         (
             "bash: line 1: /opt/python: No such file or directory",
             127,
-            "cannot start /opt/python there; let NBLAUNCH_PYTHON name a Python there that has torch and nblaunch: "
+            "cannot start /opt/python; set NBLAUNCH_PYTHON to a Python there that has torch and nblaunch: "
             "bash: line 1: /opt/python: No such file or directory",
         ),
         (
             "slurmstepd: error: execve(): /opt/python: No such file or directory\nsrun: error: n1: task 0: Exited",
             2,
-            "cannot start /opt/python there; let NBLAUNCH_PYTHON name a Python there that has torch and nblaunch: "
+            "cannot start /opt/python; set NBLAUNCH_PYTHON to a Python there that has torch and nblaunch: "
             "slurmstepd: error: execve(): /opt/python: No such file or directory\nsrun: error: n1: task 0: Exited",
         ),
-        ("out of memory", 3, "the agent has exited with status 3: out of memory"),
+        ("out of memory", 3, "the agent exited with status 3: out of memory"),
     ],
 )
 def test_the_problem_says_what_to_do(starter: CommandStarter, said: str, status: int, problem: str) -> None:
@@ -91,8 +91,8 @@ def test_a_failure_of_ssh_says_what_must_work() -> None:
     starter = SshStarter(["-F", "my config", "gpu1"])
     try:
         assert problem_of(starter, *shell("no.", 255)) == (
-            "gpu1: ssh has failed: no. `ssh -F 'my config' gpu1 true` must work in a terminal of this machine, without "
-            "a password or question"
+            "gpu1: ssh failed: no. `ssh -F 'my config' gpu1 true` must work in a terminal of this machine, without "
+            "a password or other prompt"
         )
     finally:
         starter.end(at_once=True)
@@ -116,6 +116,4 @@ def test_only_a_command_that_failed_is_logged(
     eventually(lambda: sum(process.poll() is not None for _, process, _ in starter._running) == 3)
     with caplog.at_level(logging.WARNING):
         starter.end()
-    assert [record.message for record in caplog.records] == [
-        "failed: the agent has exited with status 3: out of memory"
-    ]
+    assert [record.message for record in caplog.records] == ["failed: the agent exited with status 3: out of memory"]

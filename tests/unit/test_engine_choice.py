@@ -26,17 +26,17 @@ def _no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, None, "engine=None: must be one of"),
         ("slrum", None, "engine='slrum': must begin with one of"),
         ("slurm 'x", None, 'engine="slurm \'x": No closing quotation'),
-        ("local -N2", None, "engine='local -N2': 'local' has no options"),
-        ("local", 2, "num_nodes=2: engine='local' is this machine alone"),
-        ("auto", 2, "num_nodes=2: engine='auto' is this machine alone; name an engine that has more nodes"),
-        ("auto", 0, "num_nodes=0: must be a whole number, at least 1"),
+        ("local -N2", None, "engine='local -N2': 'local' takes no options"),
+        ("local", 2, "num_nodes=2: engine='local' uses only this machine"),
+        ("auto", 2, "num_nodes=2: engine='auto' uses only this machine; choose another engine"),
+        ("auto", 0, "num_nodes=0: must be an integer, at least 1"),
         ("slurm --nodes=2", None, "engine='slurm --nodes=2': --nodes: use num_nodes= (--nodes)"),
         ("slurm -n4", None, "engine='slurm -n4': -n4: nblaunch sets it"),
         ("ssh", None, "engine='ssh': name the hosts"),
         ("ssh --hostfile", None, "engine='ssh --hostfile': --hostfile needs a value"),
         ("ssh --hostfile /none", None, "engine='ssh --hostfile /none': No such file"),
         ("ssh gpu1 -p", None, "engine='ssh gpu1 -p': -p needs a value"),
-        ("ssh gpu1,gpu2", None, "engine='ssh gpu1,gpu2': hosts are separated by spaces, as in engine='ssh gpu1 gpu2'"),
+        ("ssh gpu1,gpu2", None, "engine='ssh gpu1,gpu2': separate hosts by spaces, as in engine='ssh gpu1 gpu2'"),
         ("ssh a b", 3, "num_nodes=3, but engine='ssh …' names 2 hosts"),
     ],
 )
@@ -73,5 +73,5 @@ def test_slurm_counts_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert (SlurmStarter([]).count, SlurmStarter([]).name) == (2, "slurm job 7")
     assert SlurmStarter(["--jobid=8"]).count == 1
-    with pytest.raises(ArgumentError, match=r"^num_nodes=3, but job 7, which this notebook runs in, has 2"):
+    with pytest.raises(ArgumentError, match=r"^num_nodes=3, but the notebook's job 7 has 2"):
         SlurmStarter([], 3)

@@ -57,7 +57,9 @@ def test_the_driver_knows_whether_cuda_was_used(status: int, is_used: bool, monk
 def test_a_fork_after_the_driver_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.cuda.is_available()`` is enough."""
     monkeypatch.setattr("ctypes.CDLL", lambda name, mode: FakeDriver(0))
-    with pytest.raises(StartError, match=r"^start_method='fork': CUDA runs .*: use start_method='auto'$"):
+    with pytest.raises(
+        StartError, match=r"^start_method='fork': the notebook has used CUDA.*: use start_method='auto'$"
+    ):
         check_fork()
     monkeypatch.setattr("nblaunch.machine.processes.thread_count", lambda: 1)
     assert fork_problem() == "preloading initialized CUDA, which cannot be used after a fork"

@@ -88,7 +88,7 @@ def test_a_second_launch_may_give_up_first(starter: Starter, engine: NodeEngine)
     eventually(lambda: first.shown)
     second = Waiter(engine)
     eventually(lambda: second.shown)
-    assert second.shown[0] == "a cluster: another launch starts agents on these nodes"
+    assert second.shown[0] == "a cluster: another launch is starting agents on these nodes"
     second.has_given_up.set()
     second.join(10)
     assert isinstance(second.error, GivenUpError)
