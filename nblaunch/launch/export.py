@@ -39,13 +39,13 @@ FIX = "create it in the function, or load it from a file"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export` has written.
+    """The files that `export` wrote, and how to run them.
 
     Attributes:
         script: The script.
         files: All files, the script first.
         command: The command that runs the script on this machine.
-        notes: What to know before running it.
+        notes: Notes to read before running it.
     """
 
     script: Path
@@ -69,43 +69,41 @@ def export(
     force: bool = False,
     **options: Any,
 ) -> Exported:
-    """Write a function of the notebook, with the definitions that it uses, as a script that ``torchrun`` runs.
+    """Write a notebook function, with the definitions that it uses, as a script for ``torchrun``.
 
-    The script has the statements of the cells that import and define what the function uses, as you wrote them, then
-    the setup of the process group and the call. Parameters named ``rank``, ``world_size``, ``local_rank`` and
-    ``device`` are filled in as by `notebook_launcher`.
+    The script contains the imports and definitions that the function uses, copied from the cells. Then it initializes
+    the process group and calls the function. Parameters named ``rank``, ``world_size``, ``local_rank`` and ``device``
+    are filled in as by `notebook_launcher`.
 
-    Values are written as they are now if they are short and plain: numbers, strings, lists, dicts, paths, devices and
-    dtypes. Any other value, such as a model or a dataset, is an error: create it in the function, or load it from a
-    file. What was assigned to a class or function after its definition is left out, and so is the random state of the
-    notebook: seed in the function.
+    Short, plain values are written as literals: numbers, strings, lists, dicts, paths, devices and dtypes. Any other
+    value, such as a model or a dataset, is an error: create it in the function, or load it from a file. Attributes set
+    on a class or function after its definition are omitted. So is the notebook's random state: seed in the function.
 
-    The script needs nblaunch only if your code uses it. It prints and saves nothing itself, and the return value is
-    dropped: save what you want to keep in the function.
+    The script needs nblaunch only if your code uses it. It prints and saves nothing, and drops the return value: save
+    your results in the function.
 
     Args:
-        function: A function that cells define, or that a module has.
-        path: The script, as in ``"train.py"``.
+        function: A function defined in a cell or a module.
+        path: The path of the script, such as ``"train.py"``.
         args: The function's positional arguments, as a tuple.
         kwargs: Its keyword arguments, as a dict.
         sbatch: Also write a job file for Slurm beside the script, as ``train.sbatch``. Default: False.
         force: Replace files that exist. Default: False.
         options: ``num_processes``, ``num_nodes``, ``engine``, ``device``, ``backend``, ``threads_per_rank``, ``env``,
-            ``max_restarts``, ``timeout`` and ``checks``, as for `notebook_launcher`. Options of
-            ``engine="slurm --partition=gpu"`` that sbatch has go into the job file. There, the number of ranks of a
-            node is by default that of the GPUs that Slurm gives the job. `threads_per_rank` is ``OMP_NUM_THREADS``,
-            by default torchrun's choice; `timeout` limits the job.
+            ``max_restarts``, ``timeout`` and ``checks``, as for `notebook_launcher`. The job file includes the options
+            of ``engine="slurm --partition=gpu"`` that sbatch accepts. It starts one rank per allocated GPU by default.
+            `threads_per_rank` sets ``OMP_NUM_THREADS``, by default torchrun's choice; `timeout` limits the job.
 
     Returns:
         An `Exported`: the files, the command that runs the script, and notes.
 
     Raises:
-        ArgumentError: An argument is invalid, or a file exists. Nothing was written.
+        ArgumentError: An argument is invalid, or a file already exists. Nothing was written.
         PayloadError: A name that the function uses cannot be written. Nothing was written.
     """
     notebook = host().notebook_names()
     if notebook is None:
-        raise ArgumentError("export: only for notebooks; in a script, torchrun can run the file that you have")
+        raise ArgumentError("export: works only in a notebook; run a script with torchrun directly")
     payload = payloads.for_function(function, args, kwargs)
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     call = _call(function, payload.args, payload.kwargs, names)
@@ -121,13 +119,10 @@ def export_cell(
     """Write a cell, which uses these names of the notebook and was `typed` so, as a script; see `export`."""
     names = ExportedNames(host().cells(), host().notebook_names() or {}, PROVIDED)
     if code_of(ast.parse(cell.source).body).co_flags & inspect.CO_COROUTINE:
-        raise ArgumentError(f"{cell.label}: await outside functions: write asyncio.run(...) for a script")
+        raise ArgumentError(f"{cell.label}: a script cannot use await outside a function: use asyncio.run(...)")
     for statement in statements_of([CellSource(cell.label, typed, cell.source)]):
         if shell := statement.shell_line():
-            raise ArgumentError(
-                f"{shell} is IPython's syntax, which a script cannot have: write it in Python, or move it to another "
-                "cell"
-            )
+            raise ArgumentError(f"{shell} is IPython syntax: rewrite it in Python, or move it to another cell")
     names.need(used)
     text = cell.source.strip("\n") or "pass"
     if cell.ranks is not None:
@@ -143,7 +138,7 @@ def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: 
     called = names.reference(function)
     if not called:
         own = payloads.name_of(function)
-        raise PayloadError(f"`{own}` is no function that a cell defines or a module has: define one that calls it")
+        raise PayloadError(f"`{own}` is not a function from a cell or module: define a function that calls it")
     args, kwargs = parameters.complete(function, args, kwargs, {name: _FilledIn(name) for name in FILLED_IN})
     texts = [_argument(f"args[{number}]", value, names) for number, value in enumerate(args)]
     texts += [f"{name}={_argument(f'kwargs[{name!r}]', value, names)}" for name, value in kwargs.items()]
@@ -160,9 +155,9 @@ def _argument(label: str, value: Any, names: ExportedNames) -> str:
 def _write(path: str | os.PathLike[str], content: str, options: Options, sbatch: bool, force: bool) -> Exported:
     target = Path(path)
     if target.suffix != ".py" or not target.stem:
-        raise ArgumentError(f"path={str(path)!r}: must end with .py, as in train.py")
+        raise ArgumentError(f"path={str(path)!r}: must end in .py, as in train.py")
     if not target.parent.is_dir():
-        raise ArgumentError(f"path={str(path)!r}: there is no folder {target.parent}")
+        raise ArgumentError(f"path={str(path)!r}: the directory {target.parent} does not exist")
     compile(content, str(target), "exec")
     asked = current.job_request(options.engine, options.num_nodes)
     plan = plan_of(asked, options)
@@ -175,14 +170,14 @@ def _write(path: str | os.PathLike[str], content: str, options: Options, sbatch:
         command += f"\n    or: sbatch {folder}{shlex.quote(str(job))}"
     for file in texts:
         if file.exists() and not force:
-            raise ArgumentError(f"path={str(target)!r}: {file} exists: use another name, or force=True")
+            raise ArgumentError(f"path={str(target)!r}: {file} already exists: use another name, or force=True")
     for file, text in texts.items():
         file.write_text(text)
     notes: tuple[str, ...] = ()
     if asked.kind in ("ray", "ssh"):
         notes = (f"the script does not use engine='{asked.kind}': start torchrun on each node yourself",)
     elif asked.kind == "slurm" and not sbatch:
-        notes = ("the command runs on this machine: engine='slurm' and its options need a job file (sbatch)",)
+        notes = ("the command runs on this machine: use sbatch=True (--sbatch) for engine='slurm' and its options",)
     return Exported(target, (*texts,), command, notes)
 
 
@@ -218,9 +213,7 @@ class ExportedNames:
             self._found[name] = self._statements_for(name, user)
             for statement in self._found[name]:
                 if line := statement.shell_line():
-                    raise PayloadError(
-                        f"{line} is IPython's syntax, and a script needs it for `{name}`: write it in Python"
-                    )
+                    raise PayloadError(f"{line} is IPython syntax, used to define `{name}`: rewrite it in Python")
                 waiting += [(each, name) for each in sorted(statement.reads)]
 
     def reference(self, value: Any) -> str:
@@ -245,9 +238,7 @@ class ExportedNames:
                 if statement.defines(value):
                     return [statement]
             kind = "class" if isinstance(value, type) else "function"
-            raise PayloadError(
-                f"`{name}`: no cell of the notebook defines this {kind} as it is now: define it in a cell"
-            )
+            raise PayloadError(f"`{name}`: no cell has the current definition of this {kind}: define it in a cell")
         if isinstance(value, _IMPORTED) and (text := _import_of(name, value)):
             return [_written(text, (0, 0))]
         literal = literal_of(value)
@@ -392,19 +383,19 @@ _JOB = """\
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 {options}#
-# Submit it with `sbatch`. Each node runs one torchrun. Add what your cluster needs, such as a partition, a time, and
-# what activates your environment.
+# Submit it with `sbatch`. Each node runs one torchrun. Add the options that your cluster requires, such as a partition
+# and a time limit, and activate your environment.
 
 set -euo pipefail
 {exports}
-# All nodes meet at the first one. Set MASTER_ADDR if its name does not resolve on the other nodes.
+# The first node hosts the rendezvous. Set MASTER_ADDR if its name does not resolve on the other nodes.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if [ "${{#nodes[@]}}" = 1 ]; then first=127.0.0.1; else first=${{nodes[0]}}; fi
 export MASTER_ADDR=${{MASTER_ADDR:-$first}}
 export MASTER_PORT=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12768))}}
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cpus}}}
 
-# Node 0 serves the rendezvous, whatever its host is called.
+# Node 0 hosts the rendezvous, whatever its hostname.
 srun --kill-on-bad-exit=1 bash -c 'first=$((SLURM_NODEID == 0)); exec torchrun \\
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} --max-restarts={restarts} \\
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\

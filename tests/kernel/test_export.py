@@ -148,8 +148,8 @@ def test_code_with_its_own_group_and_reports_runs(notebook: Kernel, tmp_path: Pa
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ("x = 1\n!ls", r"UsageError: Cell In[N], line 3: `!ls` is IPython's syntax, which a script cannot have"),
-        ("x = 1\ny = await f()", "UsageError: Cell In[N]: await outside functions: write asyncio.run(...)"),
+        ("x = 1\n!ls", r"UsageError: Cell In[N], line 3: `!ls` is IPython syntax: rewrite it in Python"),
+        ("x = 1\ny = await f()", "UsageError: Cell In[N]: a script cannot use await outside a function"),
     ],
     ids=["command", "await"],
 )

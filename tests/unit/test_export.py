@@ -181,7 +181,7 @@ def test_lambdas_closures_and_decorated_functions_are_found(notebook: Notebook) 
 def test_a_function_that_no_cell_defines_is_refused(notebook: Notebook) -> None:
     notebook.run("exec('def f(): return 1')")
 
-    with pytest.raises(PayloadError, match="`f`: no cell of the notebook defines this function as it is now"):
+    with pytest.raises(PayloadError, match="`f`: no cell has the current definition of this function"):
         notebook.needed("f")
 
 
@@ -208,9 +208,7 @@ def test_a_value_that_is_no_short_literal_is_refused(notebook: Notebook, cell: s
 def test_ipythons_syntax_in_a_definition_is_refused(notebook: Notebook) -> None:
     notebook.run("def f(): return get_ipython().getoutput('ls')")
 
-    with pytest.raises(
-        PayloadError, match=r"Cell In\[1\], line 1: `def f.*` is IPython's syntax, and a script needs it"
-    ):
+    with pytest.raises(PayloadError, match=r"Cell In\[1\], line 1: `def f.*` is IPython syntax, used to define"):
         notebook.needed("f")
 
 
@@ -284,7 +282,7 @@ def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPat
     assert current.held() == []
     with pytest.raises(ArgumentError, match=r"engine='slurm -N 2': -N: use num_nodes="):
         current.job_request("slurm -N 2", 2)
-    with pytest.raises(ArgumentError, match=r"num_nodes=2: engine='local' is this machine alone"):
+    with pytest.raises(ArgumentError, match=r"num_nodes=2: engine='local' uses only this machine"):
         current.job_request("local", 2)
 
 
@@ -292,7 +290,7 @@ def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPat
 def test_a_script_alone_does_without_slurms_options(tmp_path: Path, sbatch: bool) -> None:
     written = export._write(tmp_path / "train.py", "", Options(engine="slurm -p gpu", num_nodes=1), sbatch, False)
 
-    said = "the command runs on this machine: engine='slurm' and its options need a job file (sbatch)"
+    said = "the command runs on this machine: use sbatch=True (--sbatch) for engine='slurm' and its options"
     assert written.notes == (() if sbatch else (said,))
 
 
