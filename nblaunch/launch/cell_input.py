@@ -96,19 +96,19 @@ class CellInput:
             states = self.console.states
             new, self._noted = [state for state in states if state not in self._noted], states
             if new:
-                how = "to debug, call wait() or result() of the launch, or run %distributed debug"
-                self._view.on(Note(f"{'; '.join(new)}: {how}"))
+                how = "call wait() or result() on the launch, or run %distributed debug"
+                self._view.on(Note(f"{'; '.join(new)}: to debug, {how}"))
         prompt = self._reading
         if prompt is None:
             return
         text = self.console.take_text()
         if self.console.prompt is not prompt and self._reading is prompt:
             self._reading = None
-            text += "no rank waits for this line any more: press Enter\n"
+            text += "no rank is waiting for this input anymore: press Enter\n"
         if not text:
             return
         again = f"\n{{}}{prompt.text}" if is_terminal(sys.stdout) else "{}"
         try:
             self._write(again.format(text), "out")
         except Exception:  # noqa: BLE001  # a replaced stdout may raise anything; the task goes on
-            _log.warning("nblaunch: the cell cannot show what a debugger has printed", exc_info=True)
+            _log.warning("nblaunch: the cell could not show debugger output", exc_info=True)

@@ -42,9 +42,14 @@ _HELP: Mapping[OpenedBy, str] = {
 }
 _COMMON_HELP = (
     "p x: print x, w: stack, u, d: up, down, h: help\n"
-    "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
+    "ranks: list the ranks, rank 0: switch to rank 0, all p x: run `p x` in every rank\n"
 )
-_STATES = {"breakpoint": "at a breakpoint", "exception": "has raised", "look": "runs on", "input": "waits for input"}
+_STATES: Mapping[OpenedBy, str] = {
+    "breakpoint": "stopped at a breakpoint",
+    "exception": "raised",
+    "look": "is running",
+    "input": "is waiting for input",
+}
 
 
 @dataclass(slots=True)
@@ -67,8 +72,7 @@ class _OpenDebugger:
         opened, source = self.opened, self.sources.get(self.opened.filename)
         where = f", {(source.label if source else '') or opened.filename}, line {opened.line}" if opened.line else ""
         error = f" {opened.error}" if opened.error else ""
-        verb = "has stopped " if opened.by == "breakpoint" else ""
-        return f"{verb}{_STATES[opened.by]}{error}{where}"
+        return f"{_STATES[opened.by]}{error}{where}"
 
     @property
     def takes_command(self) -> bool:
@@ -78,8 +82,8 @@ class _OpenDebugger:
     @property
     def refusal(self) -> str:
         if self.asked is None:
-            return "is busy with its last command"
-        return _STATES["input"] if self.opened.by == "input" else "waits for another line, not for a command"
+            return "is still running the last command"
+        return _STATES["input"] if self.opened.by == "input" else "is waiting for other input, not for a command"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +197,7 @@ class DebugConsole:
                     self._left[rank] = fate()
                     self._unannounced += [rank] if self._left[rank] and not is_stopping else []
                 if self._looks.pop(rank, None) is not None:
-                    self._show(f"rank {rank} runs no code of yours now\n")
+                    self._show(f"rank {rank} is not running your code now\n")
                 if self._open.pop(rank, None) and rank == self._front:
                     self._front = None
             self._choose()
@@ -204,11 +208,11 @@ class DebugConsole:
             now = self._clock()
             if self._steps_since is not None and now > self._steps_since + timeouts.STEP_TIMEOUT_S:
                 if self.stopped:
-                    self._show(f"rank {self._front} runs on\n")
+                    self._show(f"rank {self._front} continues\n")
                 self._front = self._steps_since = None
             for rank in [rank for rank, since in self._looks.items() if now > since + timeouts.LOOK_TIMEOUT_S]:
                 del self._looks[rank]
-                self._show(f"rank {rank} does not answer: it is busy, or in C code that blocks Python\n")
+                self._show(f"rank {rank} does not respond: it is busy, or C code is holding the GIL\n")
             self._choose()
         self.on_step()
 
@@ -255,7 +259,7 @@ class DebugConsole:
     def _announce_failures(self) -> None:
         while self._unannounced and not (self._front is None or self.has_quit or self.has_examined):
             rank = self._unannounced.pop(0)
-            self._show(f"rank {rank} {self._left[rank]}; the launch ends once you leave the debugger\n")
+            self._show(f"rank {rank} {self._left[rank]}; the launch ends when you close the debugger\n")
 
     def _show_called(self, rank: int, debugger: _OpenDebugger) -> None:
         if debugger.is_called:
@@ -339,7 +343,7 @@ class DebugConsole:
         self.prompt = None  # whatever happens, ask again
         if line == "ranks":
             for rank in range(self._world_size):
-                left = (self._left[rank] or "has returned") if rank in self._left else "runs"
+                left = (self._left[rank] or "returned") if rank in self._left else "is running"
                 self._show(f"rank {rank} {stack[-1].state if (stack := self._open.get(rank)) else left}\n")
         elif found := re.fullmatch(r"rank\s+(\d+)", line):
             self._turn_to(int(found[1]))
@@ -362,7 +366,7 @@ class DebugConsole:
 
     def _look(self, rank: int, command: str = "") -> None:
         if rank in self._left:
-            self._show(f"rank {rank} {self._left[rank] or 'runs no code of yours now'}\n")
+            self._show(f"rank {rank} {self._left[rank] or 'is not running your code now'}\n")
             return
         self._looks[rank] = self._clock()
         self._answers_until = self._looks[rank] + timeouts.LOOK_TIMEOUT_S

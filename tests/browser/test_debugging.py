@@ -63,7 +63,7 @@ def test_stop_ends_a_cell_that_waits_for_a_line(lab: Lab) -> None:
 def test_the_readmes_cell_is_debugged_in_its_own_box(lab: Lab) -> None:
     (cell,) = [block for block in blocks("python", REFERENCE) if "breakpoint()" in block]
     lab.run("import torch\nimport torch.distributed as dist", cell.rstrip())
-    typed = {"all p loss": "rank 1: tensor(nan)", "rank 0": "rank 0 runs on", "p rank, loss": "(0, tensor(0.7000))"}
+    typed = {"all p loss": "rank 1: tensor(nan)", "rank 0": "rank 0 is running", "p rank, loss": "(0, tensor(0.7000))"}
     for text, answer in {**typed, "q": "", "c": ""}.items():
         eventually(lambda: box(lab).evaluate_all(EMPTY))  # an answered one stays a while
         if text == "q":
@@ -89,7 +89,7 @@ def waits(rank):
 notebook_launcher(waits, num_processes=2, stop_grace={GRACE})
 """
     lab.run(stuck)
-    lab.panel.locator(".nbl-stuck", has_text="rank 1 has begun 0 of 1").wait_for(timeout=LONG * 1000)
+    lab.panel.locator(".nbl-stuck", has_text="rank 1 has started 0 of 1").wait_for(timeout=LONG * 1000)
     keep_picture(lab.page, "panel-stuck.png")
     lab.button("Debug rank 1").click()
     box(lab).wait_for()

@@ -27,7 +27,7 @@ def train(rank):
 """
 RUN = "print(list(notebook_launcher(train, num_processes=2)))"
 PROMPTS = ["(rank 0 of 2) ", "(rank 1 of 2) "]
-GONE = "no rank waits for this line any more: press Enter"
+GONE = "no rank is waiting for this input anymore: press Enter"
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_one_rank_stops_and_the_others_wait(kernel: Kernel) -> None:
     cell = kernel.debug(STOPS + RUN, "p x", "w", "c").check()
     said = plain(cell)
     assert cell.prompts == [PROMPTS[1]] * 3
-    assert re.search(r"rank 1 has stopped at a breakpoint, Cell In\[\d+\], line 7\n", said)
+    assert re.search(r"rank 1 stopped at a breakpoint, Cell In\[\d+\], line 7\n", said)
     assert re.search(r"> Cell In\[\d+\]\(7\)train\(\)\n", said)
     assert "----> 7         y = x + 41" in said
     assert "tensor([1., 1.])\n" in said
@@ -178,7 +178,7 @@ def test_ranks_that_stop_are_debugged_one_at_a_time(kernel: Kernel) -> None:
     said = plain(kernel.finish_cell(request).check())
     assert cell.prompts == [PROMPTS[other]] * 3 + [PROMPTS[first]] * 2 + [PROMPTS[other]]
     assert said.index(f"\n{other + 1}00\n") < said.index(f"\n{first + 1}00\n")
-    assert len(re.findall(r"^rank \d has stopped at a breakpoint", said, re.M)) >= 4
+    assert len(re.findall(r"^rank \d stopped at a breakpoint", said, re.M)) >= 4
 
 
 def test_all_ranks_continue_together(kernel: Kernel) -> None:
@@ -199,7 +199,7 @@ def test_ranks_that_run_can_be_looked_at(kernel: Kernel) -> None:
     assert "rank 0: 0\n" in said
     assert said.count("NameError: name 'nonsense' is not defined") == 2
     assert cell.prompts == [*[PROMPTS[1]] * 3, *[PROMPTS[0]] * 3, *[PROMPTS[1]] * 2]
-    assert re.search(r"rank 0 runs on, Cell In\[\d+\], line 8\n", said)
+    assert re.search(r"rank 0 is running, Cell In\[\d+\], line 8\n", said)
     assert "(0, tensor([0., 0.]))" in said
     assert "This rank is running and cannot be stepped" in said
 
@@ -304,7 +304,7 @@ def test_the_rank_that_fails_first_is_debugged_with_its_frames(kernel: Kernel) -
     cell = kernel.debug(FAILS.replace("-n 2", "-n 2 --pdb"), "p a, b", "u", "p rank", "all p rank", "n")
     said = plain(cell)
     assert cell.prompts == [PROMPTS[1]] * 5
-    assert re.search(r"rank 1 has raised ValueError: no, Cell In\[\d+\], line 5\n", said)
+    assert re.search(r"rank 1 raised ValueError: no, Cell In\[\d+\], line 5\n", said)
     assert "(3, 6)\n" in said
     assert "rank 0: 0\n" in said
     assert cell.error.startswith("ValueError: no")
@@ -348,20 +348,20 @@ def test_a_session_keeps_its_variables(kernel: Kernel) -> None:
 def test_the_last_error_of_a_session_is_debugged(kernel: Kernel) -> None:
     kernel.run("import torch\nimport torch.distributed as dist\n%distributed session -n 2").check()
     try:
-        assert "no exception has ended its last task" in kernel.run("%distributed debug").text
+        assert "the last task raised no exception" in kernel.run("%distributed debug").text
         failed = kernel.run(FAILS.replace(" -n 2", ""))
         assert "`%distributed debug` opens the debugger on this error" in failed.text
         kernel.run("%distributed who").check()  # a question keeps the frames
         cell = kernel.debug("%distributed debug", "p a, b", "u", "n").check()
         assert cell.prompts == [PROMPTS[1]] * 3
-        assert re.search(r"rank 1 has raised ValueError: no, Cell In\[\d+\], line 5\n", plain(cell))
+        assert re.search(r"rank 1 raised ValueError: no, Cell In\[\d+\], line 5\n", plain(cell))
         assert "(3, 6)\n" in plain(cell)
-        assert "has raised no exception in the last task" in kernel.run("%distributed debug --rank 0").text
+        assert "this rank raised no exception in the last task" in kernel.run("%distributed debug --rank 0").text
         assert "UsageError: --rank 7: the ranks are 0 and 1" in kernel.run("%distributed debug --rank 7").text
         assert "\n6\n" in plain(kernel.debug("%distributed debug", "p b", "q").check())
         kernel.run("%%distributed -o sums\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").check()
         assert kernel.ask("list(sums)") == [2.0, 2.0]
-        assert "no exception has ended its last task" in kernel.run("%distributed debug").text
+        assert "the last task raised no exception" in kernel.run("%distributed debug").text
     finally:
         kernel.run("%distributed session stop").check()
 
@@ -437,16 +437,16 @@ def train(rank):
 
 
 def test_a_failure_is_announced_at_the_prompt(kernel: Kernel, folder: Path) -> None:
-    said = r"rank 1 has raised ValueError: no \(Cell In\[\d+\], line 6\)"
+    said = r"rank 1 raised ValueError: no \(Cell In\[\d+\], line 6\)"
     request = kernel.start_cell(ENDS + RUN)
     kernel.wait_for_prompt()
     (folder / "stopped").touch()
-    cell = kernel.finish_cell(request, until="the launch ends once you leave the debugger")
+    cell = kernel.finish_cell(request, until="the launch ends when you close the debugger")
     assert re.search(f"^{said}; the launch ends", plain(cell), re.M)
     time.sleep(1)  # longer than the delay of the note that the others are stopped
     kernel.client.input("ranks")
     kernel.wait_for_prompt()
-    kernel.finish_cell(request, until="rank 0 has stopped at a breakpoint, ")
+    kernel.finish_cell(request, until="rank 0 stopped at a breakpoint, ")
     assert "stopping the other ranks" not in cell.text
     kernel.client.input("c")
     assert kernel.finish_cell(request).error.startswith("ValueError: no")
@@ -464,8 +464,8 @@ def stopped_in_the_background(kernel: Kernel) -> str:
 
 def test_a_stop_in_the_background_is_noted(kernel: Kernel) -> None:
     begin = stopped_in_the_background(kernel)
-    assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("job").value
-    assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("%distributed status").text
+    assert "; rank 1 stopped at a breakpoint, Cell In[" in kernel.run("job").value
+    assert "; rank 1 stopped at a breakpoint, Cell In[" in kernel.run("%distributed status").text
     cell = kernel.follow_cell(begin, ": to debug, call wait() or result() of the launch, or run %distributed debug")
     assert "tensor([1., 1.])" in plain(kernel.debug("%distributed debug", "p x", "c").check())
     assert kernel.ask("list(job.result())") == [[1.0, 1.0], [1.0, 1.0]]

@@ -96,10 +96,10 @@ def test_the_first_rank_that_stops_is_in_front(ranks: Ranks) -> None:
     assert (ranks.prompt, ranks.console.is_open) == ("", False)
     ranks.stops(1)
     assert ranks.prompt == "(rank 1 of 3) "
-    assert ranks.news.startswith("rank 1 has stopped at a breakpoint, Cell In[1], line 4\nn: next line")
+    assert ranks.news.startswith("rank 1 stopped at a breakpoint, Cell In[1], line 4\nn: next line")
     ranks.stops(0)
     assert ranks.prompt == "(rank 1 of 3) "
-    assert ranks.news == "rank 0 has stopped at a breakpoint, Cell In[1], line 4: `rank 0` switches to it\n"
+    assert ranks.news == "rank 0 stopped at a breakpoint, Cell In[1], line 4: `rank 0` switches to it\n"
     assert ranks.console.stopped == [0, 1]
     assert ranks.types("p x") == [(1, Typed(TASK, 1, "p x"))]
     assert ranks.prompt == ""
@@ -121,7 +121,7 @@ def test_a_rank_that_goes_on_makes_place_for_the_next(ranks: Ranks) -> None:
     ranks.stops(2)
     ranks.stops(0, "-> rank 0\n")
     ranks.types("c")
-    assert "rank 0 has" in ranks.news
+    assert "rank 0 stopped" in ranks.news
     ranks.closes(2)
     assert ranks.prompt == "(rank 0 of 3) "
     assert ranks.news.endswith("-> rank 0\n")
@@ -142,7 +142,7 @@ def test_a_rank_that_steps_stays_in_front_for_a_while(ranks: Ranks) -> None:
     ranks.closes(1, steps=True)
     ranks.wait(timeouts.STEP_TIMEOUT_S + 1)
     assert ranks.prompt == "(rank 0 of 3) "
-    assert "rank 1 runs on\n" in ranks.news
+    assert "rank 1 continues\n" in ranks.news
 
 
 def test_a_long_step_of_the_only_rank_is_no_debugging(ranks: Ranks) -> None:
@@ -181,27 +181,27 @@ def test_a_rank_that_does_not_answer_a_look_is_given_up(ranks: Ranks) -> None:
     assert ranks.prompt == ""
     ranks.wait(timeouts.LOOK_TIMEOUT_S + 1)
     assert ranks.prompt == "(rank 1 of 3) "
-    assert "rank 0 does not answer: it is busy, or in C code that blocks Python\n" in ranks.news
+    assert "rank 0 does not respond: it is busy, or C code is holding the GIL\n" in ranks.news
 
 
 def test_a_rank_that_fails_is_announced_at_a_prompt(ranks: Ranks) -> None:
-    fates = {1: lambda: "has raised ValueError: no"}
+    fates = {1: lambda: "raised ValueError: no"}
     ranks.stops(0)
     ranks.news  # noqa: B018  # read
     prompt = ranks.console.prompt
     ranks.console.left(fates)
     ranks.console.left({**fates, 2: lambda: ""})
-    assert ranks.news == "rank 1 has raised ValueError: no; the launch ends once you leave the debugger\n"
+    assert ranks.news == "rank 1 raised ValueError: no; the launch ends when you close the debugger\n"
     assert ranks.console.prompt is prompt
     ranks.types("ranks")
-    assert ranks.news.splitlines()[1:] == ["rank 1 has raised ValueError: no", "rank 2 has returned"]
+    assert ranks.news.splitlines()[1:] == ["rank 1 raised ValueError: no", "rank 2 returned"]
     ranks.types("rank 1")
-    assert ranks.news == "rank 1 has raised ValueError: no\n"
+    assert ranks.news == "rank 1 raised ValueError: no\n"
 
 
 def test_failures_during_a_stop_are_no_news(ranks: Ranks) -> None:
     ranks.stops(0)
-    ranks.console.left({1: lambda: "has raised KeyboardInterrupt"}, is_stopping=True)
+    ranks.console.left({1: lambda: "raised KeyboardInterrupt"}, is_stopping=True)
     assert "KeyboardInterrupt" not in ranks.news
 
 
@@ -214,7 +214,7 @@ def test_all_says_who_takes_no_command(ranks: Ranks) -> None:
     ranks.asks(1)
     ranks.reads(2)
     assert ranks.types("all p x") == [(1, Typed(TASK, 2, "p x"))]
-    assert ranks.news.endswith("rank 0 is busy with its last command\nrank 2 waits for input\n")
+    assert ranks.news.endswith("rank 0 is still running the last command\nrank 2 is waiting for input\n")
 
 
 def test_a_click_on_a_rank_in_input_shows_its_prompt(ranks: Ranks) -> None:
@@ -222,7 +222,7 @@ def test_a_click_on_a_rank_in_input_shows_its_prompt(ranks: Ranks) -> None:
     ranks.reads(1, "b? ")
     ranks.console.look(1)
     assert ranks.prompt == "(rank 1 of 3) b? "
-    assert ranks.news == "rank 1 waits for input\n"
+    assert ranks.news == "rank 1 is waiting for input\n"
 
 
 def test_answers_to_all_wake_the_cell_at_once(ranks: Ranks) -> None:
@@ -241,7 +241,7 @@ def test_ranks_that_have_returned_or_do_not_exist_are_not_asked(ranks: Ranks) ->
     ranks.console.left({0: lambda: ""})
     ranks.stops(1)
     assert ranks.types("rank 0") == []
-    assert "rank 0 runs no code of yours now\n" in ranks.news
+    assert "rank 0 is not running your code now\n" in ranks.news
     assert ranks.types("rank 3") == []
     assert "there is no rank 3: the ranks are 0 to 2\n" in ranks.news
     assert ranks.prompt == "(rank 1 of 3) "
