@@ -126,7 +126,7 @@ def send(
             if rank.member.exited is not None:
                 raise RankDiedError(f"rank {rank.rank} is dead: {restart}", rank.rank)
             if rank.done is None:
-                raise BusyError(f"rank {rank.rank} does not answer: {restart}. Log: {ranks.files.err(rank.rank)}")
+                raise BusyError(f"rank {rank.rank} does not respond: {restart}. Log: {ranks.files.err(rank.rank)}")
         return task.take_results()
     finally:
         task.close()
@@ -164,7 +164,7 @@ def in_thread(work: Callable[[], T], stop: threading.Event, waits_for: Callable[
         while not over.is_set():
             try:
                 if not wait_in_steps(over, timeouts.QUEUED_NOTE_DELAY_S) and (text := waits_for()):
-                    ShieldedView(host().view("text")).on(Note(f"{text}; an interrupt ends the wait"))
+                    ShieldedView(host().view("text")).on(Note(f"{text}; interrupt to stop waiting"))
                 wait_in_steps(over, None)
             except KeyboardInterrupt:
                 interrupted = True
@@ -239,13 +239,13 @@ def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list
                     ranks.renew()
                 stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
                 if keep:
-                    lost.extend(f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in dumps)
+                    lost.extend(f"rank {rank}: all names (the rank was dead)" for rank in chosen if rank not in dumps)
                 deadline = time.monotonic() + timeouts.RANK_ANSWER_TIMEOUT_S
                 close_all(ask_now(ranks, Question("names"), deadline=deadline, stop=threading.Event()))
                 while dumps:
                     lost.extend(_load(ranks, *dumps.popitem(), stop))
             finally:
-                lost.extend(f"rank {rank}: all names, as the ranks could not be restarted" for rank in dumps)
+                lost.extend(f"rank {rank}: all names (the ranks could not be restarted)" for rank in dumps)
                 close_all(dumps)
 
     in_thread(work, stop, partial(ranks.said_of_queue, ticket))
@@ -273,6 +273,6 @@ def _load(ranks: SessionRanks, rank: int, parcel: Sequence[int], stop: threading
         return [f"rank {rank}: {reason}" for reason in lost]
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's __setstate__, or its interrupt
         why = f"{type(error).__name__}: {error}".rstrip(": ")
-        return [f"rank {rank}: all names, as they could not be rebuilt ({why})"]
+        return [f"rank {rank}: all names (they could not be rebuilt: {why})"]
     finally:
         close_all({rank: parcel})

@@ -89,7 +89,7 @@ class Run:
             self.output.finish()
             if group.stuck:
                 pids = ", ".join(map(str, group.stuck))
-                self.note(f"processes {pids} survived SIGKILL: they wait in the operating system")
+                self.note(f"processes {pids} survived SIGKILL: they are in uninterruptible sleep")
             if group.refusal:
                 raise StartError(group.refusal)
             self.results = self.task.take_results()
@@ -118,7 +118,7 @@ class Run:
             if self.hint:
                 self.note(self.hint)
             if ranks.leaving:
-                self.note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon")
+                self.note(f"{ranks.leaving}: its ranks will end soon. Save your results, for example with session.pull")
                 ranks.leaving = ""
             payload = job.shipment.payload
             wanted = payload.function.ranks if isinstance(payload.function, Question) else None
@@ -173,22 +173,20 @@ class Run:
             self.note(f"{_listed(names)}: {said}")
         replaced = sorted({name for _, each in taken for name in each.replaced})
         if replaced:
-            self.note(f"{_listed(replaced)}: the ranks had changed it, and the notebook's new value has replaced it")
+            self.note(f"{_listed(replaced)}: the notebook's new value replaced the value that the ranks had changed")
         for name, owner in sorted({pair for _, each in taken for pair in each.apart}):
-            self.note(
-                f"{name}: holds tensors of the notebook's {owner}, not of the ranks' own {owner}, which it does "
-                "not change"
-            )
+            other = f"the ranks' {owner} is another object and will not be updated"
+            self.note(f"{name}: uses the notebook's {owner}; {other}")
 
     def _note_end(self, ranks: SessionRanks, absent_before: list[int], generation_before: int) -> None:
         """Note what the task has cost: ranks, values, and the process group."""
         dead = [rank for rank in ranks.absent if rank not in absent_before]
         if dead and not ranks.present:
-            self.note(f"every rank is dead, and its variables are lost. {restart_command(ranks.name)} restarts them")
+            self.note(f"every rank is dead, and all variables are lost. {restart_command(ranks.name)} restarts them")
             return
         for rank in dead:
             self.note(
-                f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
+                f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and can run cells "
                 f"without collectives. {restart_command(ranks.name, [rank])} restarts it"
             )
         self._note_desync(ranks)
@@ -208,8 +206,8 @@ class Run:
             called = f"{last.count} in this group, the last {call}" if last.count else "none"
             said.append(f"rank {rank} called {called}")
         self.note(
-            f"the ranks have not called the same collectives: {'; '.join(said)}. The next collective would have paired "
-            "different calls, so the process group is replaced"
+            f"the ranks did not call the same collectives: {'; '.join(said)}. The process group is replaced, because "
+            "the next collective would pair different calls"
         )
 
     def _note_error(self, ranks: SessionRanks, verdict: Verdict) -> None:
@@ -237,7 +235,7 @@ def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[]
 def stale_names(ranks: SessionRanks) -> str:
     """Return which names are useless now that the process group is replaced; empty if none."""
     stale = {each.name for rank in ranks.present for each in ranks.bound[rank] if each.of_group}
-    return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again" if stale else ""
+    return f"{_listed(sorted(stale))}: belongs to the old process group. Create it again" if stale else ""
 
 
 def _listed(names: Sequence[str]) -> str:

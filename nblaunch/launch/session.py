@@ -38,9 +38,9 @@ from nblaunch.wire.messages import Bound, Cell, Payload, Question, Settings
 
 
 class Session:
-    """Ranks that stay: each `run` and each ``%%distributed`` cell finds the variables of the ones before.
+    """Persistent ranks: each `run` and each ``%%distributed`` cell sees the variables of earlier ones.
 
-    ``session[rank]["model"]`` is the repr of a rank's value. As a context manager, the session stops at the end.
+    ``session[rank]["model"]`` is the repr of a rank's value. Used as a context manager, the session stops at the end.
 
     Attributes:
         name: Its name.
@@ -91,10 +91,10 @@ class Session:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a function on every rank, and return what each returns.
+        """Run a function on every rank, and return the return values.
 
-        The function may use any name of the notebook, and any name that earlier tasks have bound in the ranks. What a
-        rank has bound stays the rank's; names of the notebook are sent if the ranks lack them, or if they have changed.
+        The function can use the notebook's names, and names that earlier tasks bound in the ranks. If a rank has bound
+        a name, the rank's value is used. Other names are sent if the ranks do not have them, or if they have changed.
 
         Args:
             function: The function. Parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are
@@ -192,26 +192,26 @@ class Session:
 
     # -------------------------------------------------------------- names
     def push(self, /, *unnamed: Any, ranks: Sequence[int] | None = None, **values: Any) -> None:
-        """Bind names in the ranks, whatever these have bound before.
+        """Bind names in the ranks, replacing their values.
 
         Args:
-            unnamed: Refused: each value needs a name, as in ``push(lr=0.1)`` or ``push(**{"lr": 0.1})``.
+            unnamed: Not allowed: each value needs a name, as in ``push(lr=0.1)`` or ``push(**{"lr": 0.1})``.
             ranks: The ranks. Default: all.
             values: The values by name.
 
         Raises:
-            ArgumentError: A value has no name, or one that each rank defines itself.
+            ArgumentError: A value has no name, or a name such as ``rank``, which each rank defines.
             PayloadError: A value cannot be sent.
         """
         self._check_open()
         only = self._checked(ranks)
         if unnamed:
-            raise ArgumentError(f"push({unnamed[0]!r:.80}): names are keywords, as in push(a=1), or push(**{{'a': 1}})")
+            raise ArgumentError(f"push({unnamed[0]!r:.80}): use keywords, as in push(a=1) or push(**{{'a': 1}})")
         provided = min(PROVIDED.intersection(values), default="")
         if provided:
             raise ArgumentError(
-                f"{provided}={values[provided]!r:.80}: each rank defines this name itself; choose another"
-                + "; ranks=[0] chooses ranks" * (provided == "rank")
+                f"{provided}={values[provided]!r:.80}: each rank has its own value of this name; use another name"
+                + "; ranks=[0] selects ranks" * (provided == "rank")
             )
         try:
             gathered = self._ranks.sent.gather_pushed(values, self._ranks.present)
@@ -225,13 +225,13 @@ class Session:
         """Return the value of an expression from each rank.
 
         Args:
-            expression: A name, or any expression in terms of the ranks' names, such as ``"model.state_dict()"``.
+            expression: A name, or an expression of names in the ranks, such as ``"model.state_dict()"``.
             ranks: The ranks to ask, in the order of the result. Default: all.
 
         Raises:
-            NameError: A rank has no such name; any other exception of the expression is raised as well.
-            ArgumentError: A rank to ask is dead, or the expression is none.
-            ResultError: A value cannot be sent, or not be rebuilt in the notebook.
+            NameError: A rank has no such name. Any other exception of the expression is raised as well.
+            ArgumentError: One of the ranks is dead, or the expression is invalid.
+            ResultError: A value cannot be sent, or cannot be rebuilt in the notebook.
         """
         __tracebackhide__ = True  # IPython omits this frame
         self._check_open()
@@ -254,7 +254,7 @@ class Session:
         return RankNames(int(rank), self)
 
     def lines_of(self, rank: int) -> list[str]:
-        """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
+        """Return a line for each name that a rank has bound; for a dead rank, how to restart it."""
         self._check_open()
         questions.look(self._ranks)
         if rank in self._ranks.absent:
@@ -262,7 +262,7 @@ class Session:
         return [line_of(each) for each in sorted(self._ranks.bound[rank], key=lambda each: each.name)]
 
     def who(self) -> list[tuple[Bound, ...]]:
-        """Return what each rank has bound: name, type, shape and memory, as of the end of its last task."""
+        """Return the name, type, shape and memory of each variable of each rank, as of the end of its last task."""
         return self._ranks.bound
 
     def complete(self, text: str) -> list[str]:
@@ -279,21 +279,21 @@ class Session:
         return sorted({name for names in answers.values() for name in names})
 
     def debug(self, rank: int | None = None) -> None:
-        """Open the debugger on the exception of the last task, with its frames, which live until the next begins.
+        """Open the debugger on the exception of the last task. Its frames are kept until the next task begins.
 
         Args:
             rank: The rank. Default: the one that failed first.
 
         Raises:
-            ArgumentError: There is no such exception, or no one can type here.
+            ArgumentError: There is no such exception, or the front end accepts no input.
         """
         self._check_open()
         chosen = self._ranks.failed_first if rank is None else rank
         if chosen is None:
-            raise ArgumentError(f"session {self.name}: no exception has ended its last task, so there is none to debug")
+            raise ArgumentError(f"session {self.name}: the last task raised no exception to debug")
         self._checked([chosen])
         if not host().can_type():
-            raise ArgumentError("debug: no one can type here; pull what you need, as in pull('x', ranks=[0])")
+            raise ArgumentError("debug: this front end accepts no input; use pull('x', ranks=[0]) to inspect values")
         question = Question("debug", "%distributed debug", (chosen,))
 
         def pack(ticket: Ticket) -> Shipment:
@@ -301,20 +301,20 @@ class Session:
             return replace(packed, sources=self._ranks.last_sources)
 
         if not self._submit(question.text, pack, "auto", True)[chosen]:  # type: ignore[index]  # it is a LaunchResult
-            raise ArgumentError(f"rank={chosen}: it has raised no exception in the last task")
+            raise ArgumentError(f"rank={chosen}: this rank raised no exception in the last task")
 
     # -------------------------------------------------------------- life
     def restart(self, ranks: Sequence[int] | None = None, *, keep: bool = False) -> None:
         """Start ranks again, dead or alive, and replace the process group.
 
         Args:
-            ranks: The ranks. Default: all, which then have the notebook's present working directory.
-            keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
-                A warning names those that cannot. Variables may share tensors and modules; of other objects that they
-                share, each gets a copy. Of a DistributedDataParallel the module is kept.
+            ranks: The ranks. Default: all, which also adopts the notebook's current working directory.
+            keep: Give each new rank the variables of the old rank, if that is alive. Default: False. A warning names
+                variables that cannot be sent. Shared tensors and modules stay shared; other shared objects are copied.
+                Of a DistributedDataParallel, only the module is kept.
 
         Raises:
-            StartError: The system refuses, or a rank does not answer.
+            StartError: A rank cannot be started, or does not respond.
         """
         self._check_open()
         lost: list[str] = []
@@ -330,11 +330,11 @@ class Session:
         self._ranks.disturb()
 
     def stale_names(self) -> str:
-        """Return which names are useless since the process group was replaced, in words; empty if none."""
+        """Return a text with the names that belong to a replaced process group; empty if there are none."""
         return stale_names(self._ranks)
 
     def stop(self) -> None:
-        """End the ranks. A task that runs is stopped first; an interrupt meanwhile kills the ranks. Idempotent."""
+        """Stop the running task, then end the ranks. An interrupt meanwhile kills the ranks. Idempotent."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -358,7 +358,7 @@ class Session:
         return not self._ranks.is_ended
 
     def status(self) -> str:
-        """Return the state of each rank, and what it holds, as text."""
+        """Return the state of each rank, and the number and size of its variables, as text."""
         questions.look(self._ranks)
         return self.state().text()
 
@@ -421,13 +421,13 @@ class RankNames:
 
     def __setitem__(self, name: str, value: object) -> NoReturn:
         raise ArgumentError(
-            f"session[{self._rank}][{name!r}] = ...: to bind a name, session.push({name}=..., ranks=[{self._rank}])"
+            f"session[{self._rank}][{name!r}] = ...: use session.push({name}=..., ranks=[{self._rank}])"
         )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # what copy and pickle look for
             raise AttributeError(name)
-        raise AttributeError(f"session[{self._rank}].{name}: write session[{self._rank}][{name!r}] to see it")
+        raise AttributeError(f"session[{self._rank}].{name}: use session[{self._rank}][{name!r}]")
 
     def __repr__(self) -> str:
         return "\n".join(self._session.lines_of(self._rank)) or "(no names)"
@@ -451,7 +451,7 @@ class Shown(str):
         return str, (str(self),)
 
     def __repr__(self) -> str:
-        return f"{self}\n# the repr; session.pull({self._expression!r}, ranks=[{self._rank}]) brings the value"
+        return f"{self}\n# repr only; session.pull({self._expression!r}, ranks=[{self._rank}]) returns the value"
 
 
 # ------------------------------------------------------------------ the sessions of this kernel
@@ -480,22 +480,22 @@ def session(
     idle_timeout: float | None = None,
     **options: Any,
 ) -> Session:
-    """Start ranks that stay, with their variables, until the session is stopped or the kernel ends.
+    """Start persistent ranks, which keep their variables until the session is stopped or the kernel ends.
 
     While a session is active, ``%%distributed`` cells run in it.
 
     Args:
-        num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
-            nodes 1 each.
-        name: Names the session; several may live side by side. Default: ``"main"``. If a session of this name lives
-            and was started with the same arguments, it is returned.
+        num_processes: The number of ranks per node. Default: one per visible GPU; without a GPU 2, or 1 on each of
+            several nodes.
+        name: The name of the session; several sessions can run at once. Default: ``"main"``. If a session of this name
+            is running and was started with the same arguments, it is returned.
         idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
         options: ``engine``, ``num_nodes``, ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``),
             ``threads_per_rank``, ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for
             `nblaunch.notebook_launcher`.
 
     Raises:
-        ArgumentError: An argument is invalid, or a session of this name lives that has others. Nothing was started.
+        ArgumentError: An argument is invalid, or a session of this name has other arguments. Nothing was started.
         StartError: The ranks could not be started.
 
     Example:
@@ -505,7 +505,7 @@ def session(
     """
     refuse_nested()
     if not str(name).isidentifier():
-        raise ArgumentError(f"name={name!r}: must be a Python name")
+        raise ArgumentError(f"name={name!r}: must be a valid identifier")
     given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
     given = {option: value for option, value in given.items() if value is not None}
     running = find(name)
@@ -516,10 +516,7 @@ def session(
     shown = host().view("auto")
     engine, plan = planned(checked, shown)
     if plan.method == "fork":  # with the kernel's memory as it was then
-        raise ArgumentError(
-            f"start_method={plan.method!r}: a session's ranks are not forks of the notebook; use 'forkserver' or "
-            "'spawn'"
-        )
+        raise ArgumentError(f"start_method={plan.method!r}: not available in sessions; use 'forkserver' or 'spawn'")
     plan = with_usable_method(plan, engine, shown)
     made = Session(name, plan, namespace_of_notebook(), engine, timeout, given)
     made.start()
@@ -531,15 +528,15 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
         has, wanted = running.given.get(option, "default"), given.get(option, "default")
         if has != wanted:
             raise ArgumentError(
-                f"{option}={wanted!r:.80}: session {running.name} is running, with {option}={has!r:.80}. "
-                f"{command(running.name, 'stop')} ends it; another name= starts another session beside it"
+                f"{option}={wanted!r:.80}: session {running.name} is already running with {option}={has!r:.80}. "
+                f"{command(running.name, 'stop')} ends it; another name= starts a second session"
             )
     ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
-    said = f"is running: {ranks}, with the variables of earlier cells"
+    said = f"is already running: {ranks}, with the variables of earlier cells"
     questions.look(running._ranks)
     if not (running._ranks.present or running._ranks.queue):  # nor does a restart bring some
         running.restart()
-        said = f"had lost its ranks, and has {ranks} again, without their variables"
+        said = f"had lost its ranks and their variables: started {ranks} again"
     host().writer()(f"session {running.name} {said}\n", "out")
     _register(running, True)
     return running

@@ -247,8 +247,8 @@ class SessionRanks:
         tickets = self.queue.tickets
         ahead = tickets[: tickets.index(ticket)] if ticket in tickets else []
         first, *others = [each.label or "a question" for each in ahead] or [""]
-        more = f", and {len(others)} more before this" if others else ""
-        return f"queued: session {self.name} runs {first}{more}" if first else ""
+        more = f", with {len(others)} more ahead" if others else ""
+        return f"queued: session {self.name} is running {first}{more}" if first else ""
 
     def check_group(self) -> None:
         if self.group.is_over:

@@ -150,14 +150,14 @@ def test_names_that_no_code_mentions_are_named(kernel: Kernel, tmp_path: Path) -
     for way in ("launched", "s.run"):
         kernel.run(f"said = [*notes({way}, find, 'other'), *notes({way}, find, 'guard')]").check()
         said = str(kernel.ask("said"))
-        assert "The notebook has `other`, but did not send it: only names that the code mentions are sent." in said
-        assert "did not send it: `guard`, a thread lock, which cannot be sent" in said
+        assert "`other` exists in the notebook but was not sent: only names that appear in the code are sent." in said
+        assert "was not sent: `guard`, a thread lock, which cannot be sent" in said
     assert "The notebook has `other`" in kernel.run("%%distributed\neval('oth' + str('er'))").traceback
     (tmp_path / "lacks_import.py").write_text("def lacks(): return other")
     kernel.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom lacks_import import lacks").check()
     said = kernel.run("launched(lacks)").traceback
     assert "name 'other' is not defined" in said
-    assert "did not send" not in said
+    assert "was not sent" not in said
 
 
 def test_ranks_know_their_rank_before_the_first_cell(kernel: Kernel) -> None:
@@ -213,7 +213,7 @@ def test_an_optimizer_of_a_model_that_ranks_replaced_is_named(kernel: Kernel) ->
     build = "learned = torch.nn.Linear(1, 1)\nby_sgd = torch.optim.SGD(learned.parameters(), lr=1.0)"
     wrap = "learned = torch.nn.parallel.DistributedDataParallel(learned)"
     train = "%%distributed\nlearned(torch.ones(1, 1)).sum().backward()\nby_sgd.step()\nlearned.module.bias.item()"
-    apart = "by_sgd: holds tensors of the notebook's learned, not of the ranks' own learned, which it does not change"
+    apart = "by_sgd: uses the notebook's learned; the ranks' learned is another object and will not be updated"
     kernel.run(build).check()
     kernel.run(f"%%distributed\n{wrap}").check()
     assert apart not in kernel.run(train).check().text
@@ -362,7 +362,7 @@ def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     assert kernel.ask("s.pull('pushed', ranks=[1])") == ["one"]
     assert "0, 1, 2" in kernel.run("s[0]['pushed']").check().value
     assert kernel.run("s.pull('no_such_name')").error.startswith("NameError")
-    assert "0, 1, 2])\n# the repr; session.pull('pushed', ranks=[0]) brings" in kernel.run("s[0]['pushed']").value
+    assert "0, 1, 2])\n# repr only; session.pull('pushed', ranks=[0]) returns" in kernel.run("s[0]['pushed']").value
     assert "the repr" not in kernel.ask("str(s[0]['pushed'])")
     assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
 
@@ -395,9 +395,12 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("s.push({'a': 1})", "push({'a': 1}): names are keywords, as in push(a=1), or push(**{'a': 1})"),
+        ("s.push({'a': 1})", "push({'a': 1}): use keywords, as in push(a=1) or push(**{'a': 1})"),
         ("s.push(device='cpu')", "device='cpu': each rank defines this name itself"),
-        ("s.push(a=1, rank=0)", "rank=0: each rank defines this name itself; choose another; ranks=[0] chooses ranks"),
+        (
+            "s.push(a=1, rank=0)",
+            "rank=0: each rank has its own value of this name; use another name; ranks=[0] selects ranks",
+        ),
         ("s.push(a=1, ranks=1)", "ranks=1: must be a list of ranks, as in ranks=[0]"),
         ("s.pull('x', ranks=[2])", "ranks=[2]: the ranks are 0 and 1"),
         ("s.pull('x', ranks=[0, 0])", "ranks=[0, 0]: must name each rank once"),
@@ -407,12 +410,12 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
         ("s.run('x = 1')", "function='x = 1': must be a function, not a str; %%distributed runs a cell"),
         ("s['x']", "session['x']: must be a rank, as in session[0]['name']; the ranks are 0 and 1"),
         ("s[5]", "session[5]: must be a rank, as in session[0]['name']; the ranks are 0 and 1"),
-        ("s[0].x", "session[0].x: write session[0]['x'] to see it"),
-        ("s[0]['x'] = 1", "session[0]['x'] = ...: to bind a name, session.push(x=..., ranks=[0])"),
+        ("s[0].x", "session[0].x: use session[0]['x']"),
+        ("s[0]['x'] = 1", "session[0]['x'] = ...: use session.push(x=..., ranks=[0])"),
         ("%%distributed --ranks 7\n1", "--ranks 7: the ranks are 0 and 1"),
         ("%%distributed --fresh -n 1 --ranks 0,7\n1", "--ranks 0,7: the only rank is 0"),
-        ("%distributed session -n 0 --name x", "--num-processes 0: must be a whole number, at least 1"),
-        ("%distributed session --idle-timeout 0 --name x", "--idle-timeout 0.0: must be a number of seconds above 0"),
+        ("%distributed session -n 0 --name x", "--num-processes 0: must be an integer, at least 1"),
+        ("%distributed session --idle-timeout 0 --name x", "--idle-timeout 0.0: must be a positive number of seconds"),
         ("%distributed session restart --rank 0,9", "--rank 0,9: the ranks are 0 and 1"),
         ("%distributed session restart --rank 0,x", "argument --rank: 0,x: must be comma-separated ranks"),
         ("%distributed session stop b", "unrecognized arguments: b; usage: %distributed session stop [--name NAME]"),
@@ -572,7 +575,7 @@ def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
     cell = interrupted(kernel, "ddp(torch.ones(2)).sum().backward() if rank == 0 else time.sleep(100)")
     assert cell.error.startswith("KeyboardInterrupt")
-    assert "ddp: made for the process group that was replaced" in cell.text
+    assert "ddp: belongs to the old process group" in cell.text
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp.module)").check()
     kernel.run("%%distributed\nddp(torch.ones(2)).sum().backward()").check()
 
@@ -591,7 +594,7 @@ def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None
     assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
     cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("ZeroDivisionError")
-    assert re.search(r"\bown\b.*: made for the process group that was replaced. Create it again", cell.text)
+    assert re.search(r"\bown\b.*: belongs to the old process group. Create it again", cell.text)
     kernel.run("%%distributed\ndel own").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -602,7 +605,7 @@ def test_objects_that_hold_a_stale_group_are_named(kernel: Kernel) -> None:
         "mesh = dist.device_mesh.init_device_mesh('cpu', (2,))"
     ).check()
     said = kernel.run("%distributed session regroup").check().text
-    assert re.search(r"\bmesh\b.*\bwrapped\b.*: made for the process group that was replaced", said)
+    assert re.search(r"\bmesh\b.*\bwrapped\b.*: belongs to the old process group", said)
     kernel.run("%%distributed\ndel wrapped, mesh").check()
 
 
@@ -705,7 +708,7 @@ def test_the_cell_of_a_session_without_ranks_starts_it_again(kernel: Kernel) -> 
     kernel.run("import os, signal").check()
     kernel.run("for pid in s.pull('__import__(\"os\").getpid()'): os.kill(pid, signal.SIGKILL)").check()
     eventually(lambda: kernel.run("%distributed session status").check().text.count("dead") == 2)
-    said = "session main had lost its ranks, and has 2 ranks again, without their variables"
+    said = "session main had lost its ranks and their variables: started 2 ranks again"
     assert said in kernel.run("again = nblaunch.session(2)").check().text
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -809,7 +812,7 @@ def test_a_restart_that_hangs_can_be_interrupted(kernel: Kernel, tmp_path: Path)
     kernel.interrupt()
     cell = kernel.finish_cell(request)
     assert cell.error.startswith("KeyboardInterrupt")
-    assert "all names, as they could not be rebuilt" in cell.text
+    assert "all names (they could not be rebuilt" in cell.text
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
 
@@ -908,10 +911,10 @@ def test_what_waits_for_a_running_cell_says_so(kernel: Kernel) -> None:
     assert status.index("ranks, running for") < status.index("ranks, queued for")
     for line in ("s.pull('kept')", "s.push(kept=8)", "s[0]['kept']", "%distributed session restart"):
         request = kernel.start_cell(line)
-        kernel.finish_cell(request, until=", and 1 more before this; an interrupt ends the wait")
+        kernel.finish_cell(request, until=", with 1 more ahead; interrupt to stop waiting")
         kernel.interrupt()
         cell = kernel.finish_cell(request)
-        assert re.search(r"nblaunch: queued: session main runs Cell In\[\d+\], and 1 more before this", cell.text)
+        assert re.search(r"nblaunch: queued: session main is running Cell In\[\d+\], with 1 more ahead", cell.text)
         assert cell.error.startswith("KeyboardInterrupt")
     kernel.run("sleeping.stop()").check()
     assert kernel.ask("list(later.result())") == [7, 7]
@@ -942,7 +945,7 @@ def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
     assert "session other is running: 1 rank, with" in again
     assert kernel.run("same is other, nblaunch.session(1, name='other') is other").check().value == "(True, True)"
     differs = kernel.run("nblaunch.session(2, name='other')").error
-    assert differs.startswith("ArgumentError: num_processes=2: session other is running, with num_processes=1.")
+    assert differs.startswith("ArgumentError: num_processes=2: session other is already running with num_processes=1.")
     assert (
         "--device cpu: cannot be changed in session main"
         in kernel.run("%%distributed --session main --device cpu\n1").text
@@ -985,7 +988,9 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
 def test_exit_ends_the_cell_and_no_rank(kernel: Kernel, leaves: str) -> None:
     kernel.run("%%distributed\nstays = rank + 5").check()
     error = kernel.run(f"%%distributed\n{leaves}").error
-    assert re.match(r"RankRaisedError: rank \d called exit with status [03]: that ends Cell In\[\d+\] in every", error)
+    assert re.match(
+        r"RankRaisedError: rank \d called exit with status [03], which stops Cell In\[\d+\] on every", error
+    )
     assert "`%distributed session stop` ends the ranks" in error
     assert on_ranks(kernel, "stays") == [5, 6]
 
