@@ -56,7 +56,7 @@ _numbers = itertools.count(1)
 _cells = itertools.count()
 CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
-INSIST = "interrupt again to kill the ranks that do not respond, with their variables"
+INSIST = "interrupt again to kill the ranks that do not respond; their variables will be lost"
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
 MAX_PLACES = 8
@@ -64,13 +64,13 @@ MAX_PLACES = 8
 
 
 class Launch:
-    """One run of a function over its ranks, as `notebook_launcher` returns it with ``block=False``.
+    """A launch, as `notebook_launcher` returns it with ``block=False``.
 
     Attributes:
         name: The function's name.
         world_size: The number of ranks.
-        id: Names the launch in ``%distributed status`` and in its ranks' ``TORCHELASTIC_RUN_ID``.
-        console: Where the debuggers of the ranks print, and the user types.
+        id: The id in ``%distributed status`` and in the ranks' ``TORCHELASTIC_RUN_ID``.
+        console: The console of the ranks' debuggers.
     """
 
     def __init__(self, plan: Plan, shipment: Shipment, view: View, engine: Engine, ticket: Ticket | None) -> None:
@@ -122,11 +122,11 @@ class Launch:
 
     @property
     def done(self) -> bool:
-        """True if the launch has finished, failed or been stopped."""
+        """True if the launch has finished, failed or was stopped."""
         return self._finished.is_set()
 
     def discard(self) -> None:
-        """Release what the launch holds, unless it was started: its thread does so in the end."""
+        """Release the resources of a launch that was not started; its own thread releases those of a started one."""
         if self._thread.ident is None:
             self._release()
 
@@ -139,18 +139,18 @@ class Launch:
         return self._ticket is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended.
+        """Wait up to `timeout` seconds (None: forever) for the launch to end. Return True if it has ended.
 
-        Meanwhile a debugger of the ranks opens in the cell. A line that it asks for may come after `timeout`.
+        A rank's debugger opens in the cell during the wait, and its prompt may outlast `timeout`.
         """
         return self._input.wait(self._finished, timeout)
 
     def result(self) -> LaunchResult:
-        """Wait for the end of the launch and return its result. Warn once if a rank crashed after all had returned.
+        """Wait for the launch to end and return its result. Warn once if a rank crashed after every rank returned.
 
         Raises:
-            Exception: The exception of the rank that failed first, or one of `nblaunch.errors`. Its ``results`` are
-                the values of the ranks that had returned, by rank.
+            Exception: The exception of the rank that failed first, or one of `nblaunch.errors`. Its ``results`` maps
+                each rank that had returned to its return value.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
         self.wait()
@@ -167,18 +167,18 @@ class Launch:
         return self._result
 
     def stop(self) -> None:
-        """Interrupt the ranks: each gets one KeyboardInterrupt, and time for ``finally``. Returns at once.
+        """Interrupt the ranks and return at once. Each rank gets one KeyboardInterrupt, and time for ``finally``.
 
-        A rank that does not handle it within 3 s is killed; in a session, only after its whole grace period.
+        A rank that does not handle the interrupt within 3 s is killed; in a session, after ``stop_grace`` seconds.
         """
         self._commands.ask()
 
     def kill(self) -> None:
-        """Kill the ranks now. Returns at once."""
+        """Kill the ranks and return at once."""
         self._commands.ask(kill=True)
 
     def ask_stacks(self) -> None:
-        """Show the stacks of the ranks in the launch's view. Returns at once."""
+        """Show the ranks' stacks in the launch's view. Return at once."""
 
         def show(asked: concurrent.futures.Future[dict[int, str]]) -> None:
             if stacks := asked.result():  # else the launch has ended
@@ -190,10 +190,10 @@ class Launch:
         """Return the Python stacks of each rank, including ranks that are stuck in C code. The ranks keep running.
 
         Args:
-            timeout: Seconds for a rank to answer; a rank that does not is reported as such. Default: 2.
+            timeout: Seconds to wait for the ranks; the result says which ranks did not respond. Default: 2.
 
         Returns:
-            For each rank that runs, its threads, the main one first; empty if the launch has ended.
+            The threads of each running rank, the main thread first; empty if the launch has ended.
         """
         asked = self._commands.want_stacks(timeout)
         with contextlib.suppress(concurrent.futures.TimeoutError):  # the supervisor is starting or ending
@@ -217,9 +217,9 @@ class Launch:
         return self._view.record_html()
 
     def join(self) -> LaunchResult:
-        """Start the launch and wait for its end.
+        """Start the launch and wait for it to end.
 
-        An interrupt stops the ranks, and a second one kills them; in a session, a third one does.
+        One interrupt stops the ranks, a second one (in a session, a third one) kills them.
 
         Raises:
             KeyboardInterrupt: The user interrupted it. Every rank has exited, or, in a session, finished the task.
@@ -236,7 +236,7 @@ class Launch:
             files = getattr(self._error, "_nblaunch_files", None)
             raise failures.interruption(str(self._error), self._returned, files) from None
         if interrupted and self._error is None:  # end a loop of launches, too; the exception carries the result
-            said = f"{self.name} was interrupted, and every rank returned: the result is sys.last_value.results"
+            said = f"{self.name} was interrupted, but every rank returned: the values are in sys.last_value.results"
             raise failures.interruption(said, self._returned)
         return self.result()
 
@@ -272,7 +272,7 @@ class Launch:
                 if not self._attempt(number):
                     break
         except (BusyError, GivenUpError):
-            self._error = LaunchStoppedError(f"{self.name} was stopped before its ranks had begun")
+            self._error = LaunchStoppedError(f"{self.name} was stopped before its ranks started")
             self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
             if isinstance(error, StartError) and self._error is not None:  # of the attempt before

@@ -104,46 +104,46 @@ class Options:
         takers="session script",
         flags=("-n", "--num-processes"),
         parsing={"type": int},
-        help="ranks on each node; default: one per visible GPU; without GPUs 2, or on several nodes 1 each",
+        help="ranks per node; default: one per visible GPU; without a GPU 2, or 1 on each of several nodes",
     )
     num_nodes: int | None = _option(
         check=_at_least(1),
         takers="session script",
         flags=("--nodes",),
         parsing={"type": int},
-        help="nodes; default: the hosts of ssh, the nodes of the notebook's own Slurm allocation, else 1",
+        help="number of nodes; default: the ssh hosts, or the nodes of the notebook's Slurm allocation, else 1",
     )
     engine: str = _option(
         default="auto",
         takers="session script",
         choices=current.KINDS,
-        help="where the ranks run: local (this machine), slurm, ray or ssh, with its own options, as in --engine "
-        "'slurm --partition=gpu --time=60' (srun's) or --engine 'ssh gpu1 gpu2'; its nodes stay yours until "
+        help="where the ranks run: local (this machine), slurm, ray or ssh, followed by options, as in --engine "
+        "'slurm --partition=gpu --time=60' or --engine 'ssh gpu1 gpu2'; nodes stay reserved until "
         "%%distributed release; default auto: slurm in an allocation of several nodes, else local",
     )
     device: str = _option(
         default="auto",
         takers="session script",
         choices=("auto", "cpu", "cuda"),
-        help="one of auto, cpu, cuda; default auto: cuda where a GPU is visible",
+        help="one of auto, cpu, cuda; default auto: cuda if a GPU is visible",
     )
     backend: str | None = _option(
         takers="session script",
         choices=BACKENDS,
-        help=f"of the process group, one of {', '.join(BACKENDS)}; default: gloo on the CPU, nccl on GPUs",
+        help=f"process group backend, one of {', '.join(BACKENDS)}; default: gloo on CPUs, nccl on GPUs",
     )
     start_method: str = _option(
         default="auto",
         takers="session",
         choices=current.engine.start_methods,
         help=f"one of {', '.join(current.engine.start_methods)}; default auto: forkserver on Linux, spawn elsewhere; "
-        "fork copies the kernel, which can hang",
+        "fork copies the kernel and can hang",
     )
     threads_per_rank: int | None = _option(
         check=_at_least(1),
         takers="session script",
         parsing={"type": int},
-        help="CPU threads of each rank; default: your OMP_NUM_THREADS, else usable CPUs divided by ranks",
+        help="CPU threads per rank; default: OMP_NUM_THREADS, else usable CPUs divided by ranks",
     )
     mixed_precision: str = _option(default="no", takers="session", choices=("no", "fp16", "bf16", "fp8"))
     env: Mapping[str, str] | None = _option(check=_environment, takers="session script")
@@ -152,35 +152,34 @@ class Options:
         check=_at_least(0),
         takers="script",
         parsing={"type": int},
-        help="start all ranks again after a failure, this many times; default 0",
+        help="how many times to restart all ranks after a failure; default 0",
     )
     timeout: float | None = _option(
         check=seconds,
         takers="cell script",
         parsing={"type": float},
-        help="seconds that the launch may take; default: no limit",
+        help="maximum duration in seconds; default: no limit",
     )
     stop_grace: float = _option(
         default=30.0,
         check=seconds,
         takers="session cell",
         parsing={"type": float},
-        help="seconds that interrupted ranks have for checkpoints; default 30",
+        help="seconds for interrupted ranks to save checkpoints before they are killed; default 30",
     )
     metric_patterns: tuple[re.Pattern[str], ...] | None = _option(
         check=lambda name, value: compile_patterns(value),
         takers="session cell",
         flags=("--metric",),
         parsing={"action": "append", "metavar": "PATTERN"},
-        help=r"read metrics out of printed lines, as in 'Accuracy: (?P<accuracy>[\d.]+)': a regular expression whose "
-        "named groups hold numbers (a group named step: the step); the notebook's process searches, so a slow one "
-        "slows it down; may be given several times",
+        help=r"regular expression that extracts metrics from printed lines, as in 'Accuracy: (?P<accuracy>[\d.]+)': "
+        "each named group is a metric, a group named step is the step; a slow pattern slows down the notebook; "
+        "repeatable",
     )
     preload: Sequence[str] | None = _option(
         check=_modules,
         parsing={"action": "append", "metavar": "NAME"},
-        help="import this module of an installed package ahead of later launches on this machine; may be given "
-        "several times",
+        help="module of an installed package to import ahead of later launches on this machine; repeatable",
     )
     on_error: str = _option(
         default="raise",
@@ -192,14 +191,14 @@ class Options:
     on_breakpoint: str = _option(
         default="continue",
         choices=("continue", "fail"),
-        help="continue (default) or fail: what breakpoint() does where no one can type",
+        help="what breakpoint() does if the front end accepts no input: continue (default) or fail",
     )
     checks: bool = _option(
         default=False,
         check=_true_or_false,
         takers="script",
         parsing={"action": "store_true"},
-        help="have torch compare every collective of the ranks, which takes 8 ms more for each",
+        help="check that collectives match across ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL); adds 8 ms to each",
     )
     block: bool = _option(
         default=True,
@@ -213,7 +212,7 @@ class Options:
         default="auto",
         takers="cell",
         choices=("auto", "text", "none"),
-        help="auto (the panel, or text where no page can show it), text or none; default: NBLAUNCH_VIEW, else auto",
+        help="auto (the panel, or text if the front end cannot show it), text or none; default: NBLAUNCH_VIEW or auto",
     )
 
     def __post_init__(self) -> None:

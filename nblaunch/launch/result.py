@@ -29,7 +29,7 @@ class Metrics(Sequence[Report]):
     """Every report of a launch, sorted by time.
 
     Attributes:
-        dropped: Whether reports were lost because the disk of the logs was full.
+        dropped: True if reports were lost because the log disk was full.
     """
 
     def __init__(self, reports: Sequence[Report], dropped: bool = False) -> None:
@@ -49,9 +49,9 @@ class Metrics(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest value of each metric: the mean over the ranks that have reported it, each at its own last step.
+        """The latest value of each metric, averaged over the ranks that reported it, each at its own last step.
 
-        Where ranks end at different steps, the panel and `nblaunch.compare` show the mean of a step that most have.
+        If ranks end at different steps, the panel and `nblaunch.compare` show the mean of a step that most ranks have.
         """
         return self._reports.last
 
@@ -66,14 +66,14 @@ class Metrics(Sequence[Report]):
 
     @property
     def best(self) -> dict[str, Best]:
-        """The step and value that were marked as the best ones, by metric; see `nblaunch.ranks.report.mark_best`."""
+        """The best step and value of each metric, as marked by `nblaunch.ranks.report.mark_best`."""
         return self._reports.best
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a DataFrame with one row per report: columns rank, time, step, and one per metric.
 
-        ``time`` is in seconds since the epoch. A value that was not reported is NaN. A metric named rank or time
-        becomes the column reported_rank or reported_time.
+        ``time`` is in seconds since the epoch. Missing values are NaN. A metric named rank or time becomes the column
+        reported_rank or reported_time.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -93,10 +93,7 @@ class Metrics(Sequence[Report]):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a launch sent to its ranks.
-
-    All ranks map the same copy; a page that a rank writes to becomes its own.
-    """
+    """The data that a launch sent to its ranks, which share one copy: its pages are copied on write."""
 
     size: int
     """Total bytes."""
@@ -130,7 +127,7 @@ class LaunchResult(Sequence[Any]):
     """The return values of the ranks, with their metrics and logs.
 
     ``result[rank]`` is the return value of a rank, ``len(result)`` is the world size, and iteration yields the return
-    values in rank order. A later cell that displays a result shows the record of the launch, and the notebook keeps it.
+    values in rank order. Displaying the result in a later cell shows the record of the launch.
 
     Attributes:
         name: The name of the function or cell.
@@ -194,4 +191,4 @@ def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:
     largest = next((name for name, _ in sent.parts), "")
     if sent.copied > NOTED_BYTES and (key := f"{largest} is large") not in noted:
         noted.add(key)
-        yield f"the ranks are sent {in_words(sent.copied)}, and share one copy in memory: {named(dict(sent.parts))}"
+        yield f"sending {in_words(sent.copied)} to the ranks, which share one copy: {named(dict(sent.parts))}"

@@ -66,8 +66,8 @@ def test_large_data_is_noted_once(kernel: Kernel) -> None:
     kernel.run("noted, launches.NOTED_BYTES = launches.NOTED_BYTES, 1_000_000").check()
     said = [kernel.run("%%distributed -n 2\nfloat(data[0])").check().text for _ in range(2)]
     kernel.run("launches.NOTED_BYTES = noted").check()
-    assert "nblaunch: the ranks are sent 4 MB, and share one copy in memory: data 4 MB" in said[0]
-    assert "are sent" not in said[1]
+    assert "nblaunch: sending 4 MB to the ranks, which share one copy: data 4 MB" in said[0]
+    assert "sending" not in said[1]
 
 
 def test_other_ranks_than_those_named_return_none(kernel: Kernel) -> None:
@@ -158,7 +158,7 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("--metric -n 2", "argument --metric: expected one argument"),
         (r"--metric 'loss: (?P<loss>.)", r"%%distributed --metric 'loss: (?P<loss>.): unclosed quote"),
         ("-o 'x", "%%distributed -o 'x: unclosed quote"),
-        ("-n 0", "--num-processes 0: must be a whole number, at least 1"),
+        ("-n 0", "--num-processes 0: must be an integer, at least 1"),
         ("-n two", "argument -n/--num-processes: invalid int value: 'two'"),
         ("-n 2 -o 1x", "argument -o/--output: 1x: must be a valid Python name"),
         ("-n 2 -o class", "argument -o/--output: class: must be a valid Python name"),
@@ -178,9 +178,9 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("--engine ssh -F config gpu1", 'quote the engine and its options: --engine "ssh -F config gpu1"'),
         (
             "--engine 'ssh gpu1,gpu2'",
-            "--engine 'ssh gpu1,gpu2': hosts are separated by spaces, as in --engine 'ssh gpu1 gpu2'",
+            "--engine 'ssh gpu1,gpu2': separate hosts by spaces, as in --engine 'ssh gpu1 gpu2'",
         ),
-        ("--nodes 2", "--nodes 2: --engine 'auto' is this machine alone; name an engine that has more nodes"),
+        ("--nodes 2", "--nodes 2: --engine 'auto' uses only this machine; choose another engine"),
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
         ("-n 2 --metrics 'x'", "unrecognized arguments: --metrics=x: did you mean --metric?"),
         ("--nproc_per_node 2", "unrecognized arguments: --nproc_per_node 2: did you mean -n?"),
