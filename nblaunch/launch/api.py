@@ -26,12 +26,12 @@ from nblaunch.wire.messages import Payload
 _IGNORED: dict[str, tuple[Any, str]] = {
     "node_rank": (0, "the ranks of every node are started from this notebook"),
     "use_port": ("29500", "each launch takes a free port"),
-    "master_addr": ("127.0.0.1", "nblaunch knows the addresses: that of the first node, or loopback on one machine"),
+    "master_addr": ("127.0.0.1", "nblaunch uses the address of the first node, or loopback on one machine"),
     "rdzv_backend": ("static", "nblaunch serves the rendezvous itself"),
     "rdzv_endpoint": ("", "nblaunch serves the rendezvous itself"),
     "rdzv_conf": (None, "nblaunch serves the rendezvous itself"),
     "rdzv_id": ("none", "each launch has its own id"),
-    "monitor_interval": (0.1, "rank exits are events, nothing is polled"),
+    "monitor_interval": (0.1, "nblaunch does not poll for rank exits"),
     "log_line_prefix_template": (None, "each line starts with its rank, as in [rank 1]"),
 }
 """accelerate's keywords without effect: their defaults, and the reason."""

@@ -60,12 +60,11 @@ _CAUGHT = re.compile(r"\s*Caught \w+ (?P<where>in .+)\.$", re.MULTILINE)
 """How torch begins an exception that another process or thread has raised."""
 _SENTENCE_END = re.compile(r"(?<=[\w)\]}'\"`]{2}[.!?])\s+(?=[A-Z`'\"(])")
 _LIKELY = {
-    "SIGKILL": "most often the system ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
-    "SIGSEGV": "C code of a library crashed; see the stack below",
-    "SIGABRT": "C code of a library aborted; see its message below",
-    "SIGBUS": "mapped memory has no backing any more: most often /dev/shm or a disk is full, or a file that the "
-    "notebook has mapped was overwritten or truncated",
-    "SIGFPE": "C code of a library divided by zero",
+    "SIGKILL": "the system probably ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
+    "SIGSEGV": "a native library crashed; see the stack below",
+    "SIGABRT": "a native library aborted; see its message below",
+    "SIGBUS": "mapped memory lost its backing: /dev/shm or a disk is probably full, or a mapped file was truncated",
+    "SIGFPE": "a native library divided by zero",
     "SIGTERM": "another process terminated it",
     "SIGINT": "another process interrupted it",
     "SIGXCPU": "it exceeded its CPU time limit (`ulimit -t`)",
@@ -83,7 +82,7 @@ def exception_for(cause: Cause, account: Account) -> Any:
     if cause.end is None:
         again = f"{restart_command(account.session)} restarts them" if account.session else "launch again"
         return RankLostError(
-            f"the process that supervises the ranks of {account.name} was killed, and all ranks with it: {again}. "
+            f"the parent process of the ranks of {account.name} was killed, and all ranks with it: {again}. "
             f"{account.where}"
         )
     failed = cause.end.failed
@@ -136,10 +135,10 @@ def unsent_name(failed: Failed, sources: Mapping[str, Source]) -> str:
         return ""
     reason = pickling.explain(names[name], f"`{name}`")
     if reason is not None:
-        return f"The notebook has `{name}`, but did not send it: {reason}. Create it in the ranks."
+        return f"`{name}` exists in the notebook but was not sent: {reason}. Create it in the ranks."
     return (
-        f"The notebook has `{name}`, but did not send it: only names that the code mentions are sent. Mention "
-        f"`{name}` in the function or cell, or pass its value as an argument."
+        f"`{name}` exists in the notebook but was not sent: only names that appear in the code are sent. Use `{name}` "
+        "in the function or cell, or pass it as an argument."
     )
 
 
@@ -159,7 +158,7 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
     if failed.kind == "exit":
         return _left(failed, account)
     if failed.kind == "interrupt":
-        message = f"rank {cause.rank} was interrupted (SIGINT), and not by this notebook. Log: {log}"
+        message = f"rank {cause.rank} was interrupted (SIGINT) from outside this notebook. Log: {log}"
         return RankDiedError(message, cause.rank, log)
     if failed.kind == "result":
         what, verb = (f"`{account.asked}`", "Pull") if account.asked else ("return value", "Return")
@@ -193,8 +192,8 @@ def _left(failed: Failed, account: Account) -> RankError:
     said = f" ({failed.text})" if failed.text not in ("", "None", str(failed.status)) else ""
     if account.session:
         return RankRaisedError(
-            f"rank {failed.rank} called exit with status {failed.status}{said}: that ends {account.name} in every "
-            f"rank, and the ranks keep their variables; {command(account.session, 'stop')} ends the ranks",
+            f"rank {failed.rank} called exit with status {failed.status}{said}, which stops {account.name} on every "
+            f"rank. The ranks keep their variables; {command(account.session, 'stop')} ends the ranks",
             failed.rank,
             account.files.err(failed.rank),
         )
@@ -232,10 +231,10 @@ def fate(end: RankEnd, sources: Mapping[str, Source]) -> str:
         if end.done is not None:
             return ""
         if end.exited is not None and end.exited.lost:
-            return "is lost with its node"
+            return "was lost with its node"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
     where, _ = _users_line(_labelled(end.failed.traceback, sources))
-    said = f"has raised {headline_of(end.failed.type_name, end.failed.text)}"
+    said = f"raised {headline_of(end.failed.type_name, end.failed.text)}"
     return f"{said} ({where})" if where else said
 
 
@@ -244,26 +243,26 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
     when = f"{'after' if end.done is not None else 'before'} {account.name} returned"
     who = f"rank {end.rank}" + (f" on {account.hosts[end.rank]}" if account.hosts else "")
     if end.exited is None:
-        return f"{who} was killed {when}, with the process that supervises it. Log: {log}"
+        return f"{who} was killed {when}, together with its parent process. Log: {log}"
     if end.exited.lost:
         return f"{end.exited.lost} {when}. Log so far: {log}"
     code = end.exited.returncode
     if code < 0:
         name = _signal_name(-code)
-        likely = _LIKELY.get(name, "another process sent it")
+        likely = _LIKELY.get(name, "another process sent the signal")
         if name == "SIGABRT" and any(
             words in last_lines(account.logs[end.rank]["err"], MAX_CRASH_LINES) for words in _OTHER_SIZE
         ):
             likely = (
-                "gloo received data of another size than the tensor's: checks=True (%%distributed --checks) finds it"
+                "tensor sizes differ between ranks in gloo: checks=True (%%distributed --checks) finds the mismatch"
             )
         what = f"was killed by {name} {when}; {likely}"
     else:
         what = f"exited with status {code} {when} (os._exit, or C code that calls exit)"
     logs = account.logs[end.rank]
     if advice := advice_on_threads(last_lines(logs["err"], MAX_CRASH_LINES)):
-        there = "its machine has reached a limit of processes (ulimit -u, or a container's pids.max)"
-        what += f"; it seems that {there if account.hosts else advice}"
+        there = "its machine reached its process limit (ulimit -u, or the container's pids.max)"
+        what += f"; probably {there if account.hosts else advice}"
     said = _last_said(logs["err"]) or _last_said(logs["out"])
     said = textwrap.indent(said.rstrip(), "    ")
     last = f". Its last lines:\n{said}\n" if said else ". It printed nothing. "

@@ -66,7 +66,7 @@ class _Wait:
             self._is_cancelled.set()
             with contextlib.suppress(KeyboardInterrupt):  # the thread ends what it has started in any case
                 self._is_over.wait(timeouts.NODES_CANCEL_TIMEOUT_S)
-            raise interruption("interrupted while waiting for nodes: what was started has been ended", {}) from None
+            raise interruption("interrupted while waiting for nodes: everything started was stopped", {}) from None
         finally:
             with self._lock:
                 if self._shown:
@@ -83,7 +83,7 @@ class _Wait:
         except BaseException as error:  # noqa: BLE001  # `run` raises it
             self._found.set_exception(error)
             if self._is_cancelled.is_set() and not isinstance(error, GivenUpError):
-                _log.warning("nblaunch: after the wait for nodes was cancelled: %s", error)
+                _log.warning("nblaunch: error after the wait for nodes was cancelled: %s", error)
         finally:
             host().forget_thread()
             self._is_over.set()

@@ -122,7 +122,7 @@ def not_sent(name: str, suspects: Iterable[tuple[str, Any]], error: Exception) -
         if (reason := pickling.explain(value, suspect)) is not None:
             return PayloadError(f"{reason}: {reason.advice or _FIX}")
     is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
-    advice = " (ulimit -n; each tensor in shared memory takes one)" if is_full else ""
+    advice = " (ulimit -n; each tensor in shared memory uses a file descriptor)" if is_full else ""
     return PayloadError(f"{name} cannot be sent to the ranks: {error}{advice}")
 
 

@@ -160,8 +160,7 @@ def _device(chosen: str, machines: Sequence[Machine]) -> str:
         return "cpu" if without else "cuda"
     if chosen == "auto":
         raise ArgumentError(
-            f"device='auto': {without[0].name} has no GPU, and other nodes have: use nodes that are alike, or "
-            "device='cpu'"
+            f"device='auto': {without[0].name} has no GPU, but other nodes do: use identical nodes, or device='cpu'"
         )
     if chosen == "cuda" and without:
         on = f" on {without[0].name}" if without[0].name else ""
@@ -190,9 +189,9 @@ def _check_descriptors(ranks: int, per_rank: int, machine: Machine) -> None:
     if needed > machine.free_descriptors:  # out of descriptors, torch's store silently retries for minutes
         where = f"on {machine.name}" if machine.name else "in the kernel"
         raise ArgumentError(
-            f"num_processes={ranks} needs about {needed:,} file descriptors {where}, which may open "
-            f"{machine.free_descriptors:,} more (ulimit -n): use fewer ranks, close files, or raise the limit before "
-            "you start Jupyter"
+            f"num_processes={ranks} needs about {needed:,} file descriptors {where}, but only "
+            f"{machine.free_descriptors:,} are free (ulimit -n): use fewer ranks, close files, or raise the limit "
+            "before starting Jupyter"
         )
 
 
@@ -225,7 +224,7 @@ def moved(plan: Plan, machines: Sequence[Machine]) -> Plan:
     for place in plan.places:
         node = machines[place.node]
         if plan.device == "cuda" and node.gpus < place.local_world_size and plan.backend != "gloo":
-            raise StartError(f"{node.name} has {node.gpus} GPUs, and {place.local_world_size} ranks are to run there")
+            raise StartError(f"{node.name} has {node.gpus} GPUs, but must run {place.local_world_size} ranks")
     envs = [
         env | {name: node.socket_interface for name in _INTERFACES if name not in plan.named}
         for env, node in zip(map(dict, plan.envs), machines, strict=True)

@@ -24,8 +24,8 @@ from nblaunch.wire.messages import Source
 _MAX_LINE = 200
 MAX_WAITING_CPU = 0.1
 """Cores that a rank may use which waits in a backward pass."""
-_NO_ANSWER = "no answer within {:g} s: the process is stopped (SIGSTOP), or waits in the operating system"
-_STARTING = "it is still starting, and has run no Python code of this launch"
+_NO_ANSWER = "no response within {:g} s: the process is stopped (SIGSTOP), or in uninterruptible sleep"
+_STARTING = "still starting: it has not run code of this launch yet"
 _THREAD = re.compile(
     r"(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+)(?: \[(?P<name>.*)\])? \(most recent call first\):"
 )
@@ -136,7 +136,7 @@ class StackFormatter:
         name = ("Main thread", thread, f"{thread} of a library")[self._order_of(stack, main)]
         lines = [f"{name} (most recent call last):"]
         if stack.cut:
-            lines.append("  … older calls are left out …")
+            lines.append("  … older calls omitted …")
         for frame in _without_ours(stack):
             text = self._text(frame)
             lines += [f"  {self._place(frame)}, in {frame.function}", *([f"    {text}"] if text else [])]
@@ -260,6 +260,6 @@ class Inspector:
         if not self._group.members[rank].worker.stacks.is_ready:
             return _STARTING, "was still starting"
         if not place.stacks:
-            return _NO_ANSWER.format(self._timeout), "did not answer"
+            return _NO_ANSWER.format(self._timeout), "did not respond"
         stacks = [each for each in place.stacks if not any(is_file(it.file, *RANK_THREADS) for it in each.frames[:1])]
         return self._formatter.format(stacks, place.main), f"was in {self._formatter.where(stacks, place.main)}"

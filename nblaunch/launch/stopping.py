@@ -91,7 +91,7 @@ class NoProgress:
     def error(self, told: Account) -> NblaunchError:
         rank = (*(self.verdict.pair or self.verdict.ranks), 0)[0]
         lines = "".join(f"\n    {line}" for line in filter(None, (*self.verdict.lines, told.difference)))
-        kept = "The variables are kept, the process group is new. " * (self.verdict.pair is not None)
+        kept = "The ranks keep their variables, and get a new process group. " * (self.verdict.pair is not None)
         return CollectiveError(f"{told.name} was stopped:{lines}\n{kept}{told.where}", rank, told.files.err(rank))
 
 

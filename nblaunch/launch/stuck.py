@@ -159,7 +159,7 @@ def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str],
     if group.missing:
         return _said_of_missing(group.missing, calls[0], place_of), "", False
     if not (group.passed or any(each.is_busy for each in group.waiting)):
-        said = ". Every rank of the process group waits in it: the network or a device is slow, or does not answer"
+        said = ". Every rank of the process group waits in it: the network or a device is slow, or does not respond"
         return [], said, False
     return [], "", False
 
@@ -205,7 +205,7 @@ def difference(
         return ""
     pairs = sorted(zip(ranks, (first, second), strict=True), key=lambda pair: pair[0])
     said = (f"rank {rank}: {in_words(each, place_of(each, sources))}" for rank, each in pairs)
-    return "\n    ".join([f"the ranks called different collectives as their #{first.count}.", *said])
+    return "\n    ".join([f"the ranks called different collectives as #{first.count}.", *said])
 
 
 def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> list[str]:
@@ -217,8 +217,8 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
             place = place_of(other)
             at = f"waits in {_NAMES.get(other.call, other.call)} of another group{f' ({place})' * bool(place)}"
         else:
-            at = f"is at {each.place}" if each.place else "does not answer: it may be in C code"
-        said.append(f"rank {each.rank} has begun {done} of {begun.count} collectives, and {at}")
+            at = f"is at {each.place}" if each.place else "does not respond: it may be in C code"
+        said.append(f"rank {each.rank} has started {done} of {begun.count} collectives, and {at}")
     if len(missing) > _MAX_RANKS:
         said[-1] += ", …"
     return said

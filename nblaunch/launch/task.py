@@ -140,7 +140,7 @@ class Task:
             self._stop_within(timeouts.PEER_FAILURE_WAIT_S)
         elif isinstance(event, NodeLeaving) and not isinstance(self._failure, TakenBack):
             self._failure = TakenBack(event.reason)
-            self.view.on(Note(f"{event.reason}: stopping the ranks, which have up to {self.stop_grace:g} s"))
+            self.view.on(Note(f"{event.reason}: stopping the ranks within {self.stop_grace:g} s"))
             self._stop_within(0.0)
 
     def _receive(self, event: Received) -> None:
@@ -152,8 +152,7 @@ class Task:
         elif isinstance(message, Interrupted):
             rank.interrupted = True
         elif isinstance(message, Done) and event.lost:
-            pieces = "the result holds more shared memory blocks or large pieces than the notebook may open files"
-            text = f"{pieces}: {event.lost}"
+            text = f"the result needs more file descriptors than the notebook may open (ulimit -n): {event.lost}"
             rank.failed = Failed(rank.rank, self.number, message.time_ns, "result", "OSError", text, "")
             self._note_failure(rank)
         elif isinstance(message, Done):
@@ -240,7 +239,7 @@ class Task:
                 self._shown_stuck = reason
                 self.view.on(Stuck(found.lines, found.ranks) if found is not None else Stuck())
         except Exception:  # noqa: BLE001  # best effort: must never fail the task
-            _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
+            _log.exception("nblaunch: cannot determine why the ranks of task %d wait", self.number)
             self._watches_stuck = False
 
     def _reason_to_stop(self, now: float) -> Reason | None:
@@ -281,7 +280,7 @@ class Task:
         cause = self.verdict().cause
         if working and cause is not None and cause.end is not None:
             said = f"rank {cause.rank} {failures.fate(cause.end, self.sources)}"
-            self.view.on(Note(f"{said}: stopping the other ranks, which have up to {self.stop_grace:g} s"))
+            self.view.on(Note(f"{said}: stopping the other ranks within {self.stop_grace:g} s"))
 
     def _await_exits(self, now: float, live: list[int], returned_at: float) -> None:
         """Wait for non-daemon threads, which may be saving, without a limit; kill ranks whose exit functions hang."""
@@ -290,12 +289,12 @@ class Task:
             self._threads_ended_at = now
             if now - returned_at > timeouts.THREADS_NOTE_DELAY_S and not self._has_noted_threads:
                 self._has_noted_threads = True
-                self.view.on(Note(f"rank {waiting[0]} has returned, and waits for a non-daemon thread to end"))
+                self.view.on(Note(f"rank {waiting[0]} returned, but waits for a non-daemon thread to end"))
         elif self.ladder is None and now - self._threads_ended_at > timeouts.EXIT_TIMEOUT_S:
             self.view.on(
                 Note(
                     f"rank {live[0]} returned but did not exit within {timeouts.EXIT_TIMEOUT_S:.0f} s (an atexit "
-                    "function, or a multiprocessing queue that is not read?): killed"
+                    "function, or an unread multiprocessing queue?): killed"
                 )
             )
             self.ladder = Ladder(PeerFailed(), now, 0.0)

@@ -115,7 +115,9 @@ def test_a_flood_of_images_stalls_nothing_and_spares_the_next_cell(page: Page) -
     assert html.count("950 outputs left out") == 2  # the record holds 50 of a rank's 100
     assert html.count('src="data:image/png;base64,') == 100
     for rank in range(2):
-        assert f"rank {rank} displays more than is kept (100 outputs, 17 MB): further outputs are left out" in text
+        assert (
+            f"rank {rank} exceeded the limit of displayed outputs (100, or 17 MB): further outputs are dropped" in text
+        )
     sent = [(when, len(json.dumps(content)) + len(data)) for when, content, data in page.messages]
     assert max(size for _, size in sent) < 64 << 10
     first = sent[0][0]

@@ -79,7 +79,7 @@ def test_slow_packing_is_shown_until_the_launch_is(page: Page) -> None:
     slow = "class Slow:\n    def __reduce__(self): return time.sleep(1) or (int, ())"
     page.run(f"import time\n{slow}\nnotebook_launcher(abs, args=(Slow(),), num_processes=2)")
     first, *_, last = [each["text/plain"] for each in page.displays]
-    assert first.startswith("preparing abs: comparing its data with what was sent before, and copying what is new")
+    assert first.startswith("preparing abs: comparing its data with the last launch, and copying changes")
     assert "preparing" not in last
     assert "finished in" in last
 

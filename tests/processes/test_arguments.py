@@ -72,7 +72,7 @@ def test_arguments_that_do_not_fit_the_function_are_refused(
         ({"kwargs": {1: 2}}, r"kwargs=\{1: 2\}: must be a dict with string keys"),
         ({"block": "no"}, r"block='no': must be True or False"),
         ({"view": "loud"}, r"view='loud': must be one of 'auto', 'text', 'none'"),
-        ({"num_nodes": 2}, r"num_nodes=2: engine='auto' is this machine alone; name an engine that has more nodes"),
+        ({"num_nodes": 2}, r"num_nodes=2: engine='auto' uses only this machine; choose another engine"),
         ({"node_rank": 1}, r"node_rank=1: must be 0, because the ranks of every node are started from this notebook"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

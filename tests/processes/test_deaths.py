@@ -186,7 +186,9 @@ def test_nothing_survives_the_fork_server(family: Family) -> None:
     killed = kill(present_server().process.pid)
 
     assert_gone(family, killed)
-    with pytest.raises(RankLostError, match=r"supervises the ranks of with_offspring was killed.*: launch again"):
+    with pytest.raises(
+        RankLostError, match=r"parent process of the ranks of with_offspring was killed.*: launch again"
+    ):
         launch.result()
     assert_next_launch_works()
 
@@ -198,7 +200,7 @@ def test_nothing_survives_a_reaper_but_the_other_launch(family: Family, other: F
     killed = kill(family.pid("reaper"))
 
     assert_gone(family, killed)
-    with pytest.raises(RankLostError, match="supervises the ranks"):
+    with pytest.raises(RankLostError, match="parent process of the ranks"):
         launch.result()
     assert len(other.living()) == len(other.pids())
     assert not other_launch.done

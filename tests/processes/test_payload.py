@@ -300,7 +300,7 @@ def test_a_restart_has_the_data_as_it_was(launch: Launcher, few: int, tmp_path: 
 
 def test_a_fork_of_the_notebook_sends_nothing() -> None:
     tensor = torch.ones(MB)
-    with pytest.warns(UserWarning, match="start_method='fork' copies a process with threads"):
+    with pytest.warns(UserWarning, match="start_method='fork' copies a multithreaded process"):
         result = notebook_launcher(sums, (tensor,), 2, start_method="fork", view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == [[MB], [MB]]
@@ -310,7 +310,7 @@ def test_a_fork_of_the_notebook_sends_nothing() -> None:
 def test_data_without_room_is_named_before_anything_starts(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
-    with pytest.raises(PayloadError, match=r"^sums cannot be sent .* \(tensors 4 MB\): there is no room for 4 MB"):
+    with pytest.raises(PayloadError, match=r"^sums cannot be sent .* \(tensors 4 MB\): not enough memory for 4 MB"):
         launch(sums, (torch.ones(MB),))
 
 
@@ -354,7 +354,7 @@ def test_however_a_launch_ends_its_memory_is_freed(
     eventually(lambda: all(mark.exists() and mark.read_text() for mark in marks))
     end(running, [int(mark.read_text()) for mark in marks])
     assert running.wait(LONG)
-    with pytest.raises(error, match=r"was stopped|supervises the ranks"):
+    with pytest.raises(error, match=r"was stopped|parent process of the ranks"):
         running.result()
     sent_data_cache.free()
     gc.collect()

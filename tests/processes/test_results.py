@@ -106,9 +106,7 @@ def test_a_fork_of_the_notebook_is_refused_when_cuda_runs(launch: Launcher, monk
     from nblaunch.errors import StartError
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(
-        StartError, match="start_method='fork': CUDA runs in the notebook, and does not work after a fork"
-    ):
+    with pytest.raises(StartError, match="start_method='fork': the notebook has used CUDA, which fails after a fork"):
         launch(where, device="cpu")
 
 

@@ -104,10 +104,10 @@ def slow_but_healthy(rank: int) -> int:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (a_group_of_its_own, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has begun 1 of 2"]),
+        (a_group_of_its_own, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has started 1 of 2"]),
         (a_receive_without_a_send, ["rank 0 waits in recv (4 float32", "rank 1 is at", "time.sleep(60)"]),
-        (a_wait_on_another_line, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has begun 1 of 2"]),
-        (a_missing_backward, ["rank 0 waits in all_reduce #", "rank 1 has begun", "time.sleep(60)"]),
+        (a_wait_on_another_line, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has started 1 of 2"]),
+        (a_missing_backward, ["rank 0 waits in all_reduce #", "rank 1 has started", "time.sleep(60)"]),
     ],
 )
 def test_the_wait_is_explained(
@@ -127,7 +127,7 @@ def test_the_wait_is_explained(
 
 
 def test_the_wait_is_in_the_timeouts_error(launch: Launcher) -> None:
-    with pytest.raises(LaunchTimeoutError, match=r"(?s)rank 0 waits in barrier #2.*rank 1 has begun 1 of 2"):
+    with pytest.raises(LaunchTimeoutError, match=r"(?s)rank 0 waits in barrier #2.*rank 1 has started 1 of 2"):
         launch(a_late_rank, timeout=4.0, stop_grace=0.1)
 
 
@@ -138,7 +138,7 @@ def test_the_error_names_calls_that_differ(launch: Launcher) -> None:
     with pytest.raises(CollectiveError, match=table) as caught:
         launch(different_sizes)
     assert "gloo" not in str(caught.value)
-    assert describe(caught.value, None).headline == "The ranks called different collectives as their #1."
+    assert describe(caught.value, None).headline == "The ranks called different collectives as #1."
     with (
         nblaunch.session(2, name="sizes") as session,
         pytest.raises(CollectiveError, match=table),
@@ -165,9 +165,9 @@ def a_barrier_alone(rank: int) -> None:
 
 def test_a_wait_for_a_finished_rank_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with nblaunch.session(2, name="alone") as session:
-        with pytest.raises(CollectiveError, match=r"rank 1 has returned after \d of \d collectives: this cannot"):
+        with pytest.raises(CollectiveError, match=r"rank 1 returned after \d of \d collectives: this will never"):
             session.run(a_barrier_alone, view="text", timeout=60.0)
-        assert "rank 1 has returned after" in capsys.readouterr().out
+        assert "rank 1 returned after" in capsys.readouterr().out
         session.run(agreed, view="none")
 
 

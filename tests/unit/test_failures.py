@@ -96,8 +96,8 @@ def test_a_crash_for_want_of_threads_names_the_limit(hosts: tuple[str, ...]) -> 
     account = Account(
         "train", [end], LaunchFiles(Path("/logs"), None), {}, {1: {"out": said, "err": said}}, hosts=hosts
     )
-    limit = "its machine has reached a limit of processes" if hosts else "no more processes or threads can be started"
-    assert f"; it seems that {limit} (" in crash_warning([end], account)
+    limit = "its machine reached its process limit" if hosts else "no more processes or threads can be started"
+    assert f"; probably {limit} (" in crash_warning([end], account)
 
 
 # ------------------------------------------------------------------ headlines

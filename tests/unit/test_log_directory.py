@@ -295,7 +295,7 @@ def _no_home(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_home")
 def test_a_missing_home_uses_a_temporary_root_and_warns_once(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="logs of launches go to .*: set NBLAUNCH_STATE_DIR"):
+    with pytest.warns(UserWarning, match="launch logs go to .*: set NBLAUNCH_STATE_DIR"):
         root = state_root()
     assert root == state_root() == tmp_path / f"nblaunch-{os.getuid()}"
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -353,5 +353,5 @@ def test_a_link_of_another_user_is_refused(root: Path, tmp_path: Path, monkeypat
 def test_a_state_root_of_the_users_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "file"))
-    with pytest.raises(StartError, match=r"^cannot store the logs of launches in NBLAUNCH_STATE_DIR='.*file': .*exi"):
+    with pytest.raises(StartError, match=r"^cannot store launch logs in NBLAUNCH_STATE_DIR='.*file': .*exi"):
         state_root()

@@ -72,7 +72,7 @@ def test_omitted_calls_are_marked() -> None:
     stacks = parse(f'Thread {MAIN} (most recent call first):\n  File "{CELL}", line 4 in train\n  ...\n')
 
     assert stacks[0].cut
-    assert StackFormatter(SOURCES).format(stacks, MAIN).splitlines()[1] == "  … older calls are left out …"
+    assert StackFormatter(SOURCES).format(stacks, MAIN).splitlines()[1] == "  … older calls omitted …"
 
 
 # ------------------------------------------------------------------ places
@@ -207,7 +207,7 @@ def test_a_silent_rank_gets_one_signal_and_no_further_request(asking: Asking) ->
     for within in (0.1, 0.1, 0.1):
         asked = asking.commands.want_stacks(within)
         asking.look_until(asked.done)
-        assert asked.result()[0].startswith("no answer within 0.1 s: the process is stopped (SIGSTOP), or waits in")
+        assert asked.result()[0].startswith("no response within 0.1 s: the process is stopped (SIGSTOP), or in")
 
     assert (asking.asked(0), asking.sent) == (1, [(0, 47)])
 

@@ -59,7 +59,7 @@ def test_different_sizes_are_no_mismatch_where_ranks_may_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "words"), [("returned", "has returned"), ("raised", "has raised an exception"), ("died", "is dead")]
+    ("where", "words"), [("returned", "returned"), ("raised", "raised an exception"), ("died", "is dead")]
 )
 def test_a_rank_that_has_ended_never_joins(where: Where, words: str) -> None:
     found = verdict(view(0, "waits", begun("allreduce", 57)), view(1, where, begun("allreduce", 56)))
@@ -88,7 +88,7 @@ def test_a_missing_rank_is_named_with_its_line() -> None:
     assert found is not None
     assert (found.text, found.is_final) == (
         "Waiting for 12 s: rank 0 waits in all_reduce #57 (8 float32, Cell In[3], line 14); "
-        "rank 1 has begun 56 of 57 collectives, and is at Cell In[3], line 9: next(loader)",
+        "rank 1 has started 56 of 57 collectives, and is at Cell In[3], line 9: next(loader)",
         False,
     )
 
@@ -96,7 +96,7 @@ def test_a_missing_rank_is_named_with_its_line() -> None:
 def test_ranks_outside_the_group_are_not_missing() -> None:
     of_group = begun("allreduce", 2, group="g", members="0-1")
     text = text_of(view(0, "waits", of_group), view(1, "runs", place="a.py, line 2"), view(2, "returned"))
-    assert "rank 1 has begun 0 of 2" in text
+    assert "rank 1 has started 0 of 2" in text
     assert "rank 2" not in text
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_waits_in_another_group_is_named() -> None:
         view(2, "runs", begun("allreduce", 5), place="a.py, line 7"),
     )
     assert text.endswith(
-        "rank 1 has begun 4 of 5 collectives, and waits in barrier of another group (Cell In[3], line 20)"
+        "rank 1 has started 4 of 5 collectives, and waits in barrier of another group (Cell In[3], line 20)"
     )
 
 
@@ -126,7 +126,7 @@ def test_all_ranks_in_one_collective_point_to_the_network() -> None:
     text = text_of(*(view(rank, "waits", begun("allreduce", 57)) for rank in range(4)))
     assert text == (
         "Waiting for 12 s: ranks 0-3 wait in all_reduce #57 (8 float32, Cell In[3], line 14). Every rank of the "
-        "process group waits in it: the network or a device is slow, or does not answer"
+        "process group waits in it: the network or a device is slow, or does not respond"
     )
 
 
@@ -156,7 +156,7 @@ def test_more_ranks_than_fit_into_a_row_are_not_known() -> None:
     assert fitting("0-3") == "0-3"
     assert members_of(Begun(members=fitting(many)), 256) is None
     unknown = begun("allreduce", 3, members=fitting(many))
-    assert "rank 1 has begun 0 of 3" in text_of(view(0, "waits", unknown), view(1, "runs"))
+    assert "rank 1 has started 0 of 3" in text_of(view(0, "waits", unknown), view(1, "runs"))
 
 
 @pytest.mark.parametrize("call", ["send", "recv", "recvanysource"])
@@ -203,7 +203,7 @@ def test_a_semicolon_in_the_users_line_begins_no_other_line() -> None:
     assert found is not None
     assert found.lines == (
         "Waiting for 12 s: rank 0 waits in barrier #2 (Cell In[3], line 14)",
-        "rank 1 has begun 0 of 2 collectives, and is at Cell In[3], line 9: a = 1; b = 2",
+        "rank 1 has started 0 of 2 collectives, and is at Cell In[3], line 9: a = 1; b = 2",
     )
 
 

@@ -268,7 +268,7 @@ def test_a_timeout_waits_for_silent_ranks_only_so_long(begin: Callable[..., Scen
     scene.step(5)
     scene.step(timeouts.TIMEOUT_STACKS_S)
     assert scene.signals() == [[signal.SIGINT]] * 2
-    assert scene.task.inspector.said == dict.fromkeys((0, 1), "did not answer")
+    assert scene.task.inspector.said == dict.fromkeys((0, 1), "did not respond")
 
 
 # ------------------------------------------------------------------ exits
@@ -281,7 +281,7 @@ def test_a_returned_rank_may_wait_for_its_threads(scene: Scene) -> None:
         scene.step(timeouts.EXIT_TIMEOUT_S)
     assert scene.signals() == [[], []]
     assert scene.view.states == {0: "running", 1: "running"}
-    assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
+    assert scene.view.notes == ["rank 0 returned, but waits for a non-daemon thread to end"]
 
 
 @pytest.mark.parametrize("stops_first", [True, False])
@@ -297,7 +297,7 @@ def test_threads_are_noted_during_a_stop_too(scene: Scene, stops_first: bool) ->
     scene.commands.ask()
     scene.step()
     scene.step(timeouts.THREADS_NOTE_DELAY_S + 0.1)
-    assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
+    assert scene.view.notes == ["rank 0 returned, but waits for a non-daemon thread to end"]
 
 
 def test_a_reaper_that_never_ends_is_given_up(scene: Scene) -> None:
@@ -371,7 +371,7 @@ def test_a_run_runs_one_task_and_closes_its_group() -> None:
     run, engine = run_of(workers, view)
     assert run.start(engine).state == "finished"
     assert view.printed == {(0, "out"): ["hello"], (1, "out"): ["hello"]}
-    assert view.notes == ["processes 7 survived SIGKILL: they wait in the operating system"]
+    assert view.notes == ["processes 7 survived SIGKILL: they are in uninterruptible sleep"]
     assert workers.is_closed
     assert engine.orders[0].world_size == 2
     run.commands.close()

@@ -188,8 +188,8 @@ class OutputFollower:
             self._noted_limits.add(displayed.rank)
             self.view.on(
                 Note(
-                    f"rank {displayed.rank} displays more than is kept ({MAX_OUTPUTS} outputs, "
-                    f"{in_words(MAX_KEPT_BYTES)}): further outputs are left out until clear_output()"
+                    f"rank {displayed.rank} exceeded the limit of displayed outputs ({MAX_OUTPUTS}, or "
+                    f"{in_words(MAX_KEPT_BYTES)}): further outputs are dropped until clear_output()"
                 )
             )
 
@@ -217,8 +217,8 @@ def _first_drop(rank: RankOutput) -> str:
     if not rank.dropped.reason:
         return f"rank {rank.rank}'s log is full ({rank.dropped.why}, by default 1 GB): further output is dropped"
     return (
-        f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it runs on, and its output and reports are "
-        f"dropped until there is room. Free space for {rank.spool.log.name}"
+        f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it keeps running, but its output and reports "
+        f"are dropped until there is space. Free space for {rank.spool.log.name}"
     )
 
 

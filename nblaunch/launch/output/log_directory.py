@@ -106,7 +106,7 @@ class RankLogs:
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps the logs from being pruned."""
     dropped: bool = False
-    """Whether printed output is missing: the disk was full, or the log was at ``NBLAUNCH_MAX_LOG_BYTES``."""
+    """True if output is missing, because the disk was full or the log reached ``NBLAUNCH_MAX_LOG_BYTES``."""
 
     def text(self) -> str:
         """Return the rank's whole stdout; empty if the rank never started.
@@ -137,7 +137,7 @@ def state_root() -> Path:
         except OSError as error:
             root = _safe(Path(tempfile.gettempdir(), f"nblaunch-{os.getuid()}"))
             warn(
-                f"logs of launches go to {root}, because your state directory is unusable ({error}): set "
+                f"launch logs go to {root}, because the state directory cannot be used ({error}): set "
                 "NBLAUNCH_STATE_DIR to another directory to keep them",
                 once="temporary logs",
             )
@@ -145,7 +145,7 @@ def state_root() -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
         name = f"NBLAUNCH_STATE_DIR={chosen!r}" if chosen else "the temporary directory"
         raise StartError(
-            f"cannot store the logs of launches in {name}: {error}: set NBLAUNCH_STATE_DIR to a directory that only "
+            f"cannot store launch logs in {name}: {error}: set NBLAUNCH_STATE_DIR to a directory that only "
             "you can write to"
         ) from error
 

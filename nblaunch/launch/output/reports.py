@@ -25,7 +25,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The step that is the best one by a metric: see `nblaunch.ranks.report.mark_best`."""
+    """The best step by a metric; see `nblaunch.ranks.report.mark_best`."""
 
     step: int
     value: float | None
