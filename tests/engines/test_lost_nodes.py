@@ -64,7 +64,7 @@ def test_a_restart_of_a_session_gets_another_agent(alone: dict[str, Any], weak_c
         eventually(lambda: "dead" in kept.status())
         eventually(lambda: not weak_cluster[1].python())
         assert "nblaunch-agent" not in weak_cluster[1].run("ls", "/tmp")
-        with pytest.raises(StartError, match=r"^rank 1 cannot start again: node n2 is lost \(its agent was killed"):
+        with pytest.raises(StartError, match=r"^rank 1 cannot be restarted: node n2 is lost \(its agent was killed"):
             kept.restart([1])
         kept.restart()
         assert list(kept.run(hosts, view="none")) == ["n1", "n2"]

@@ -254,7 +254,7 @@ def test_data_that_a_node_cannot_keep_is_an_error_and_sent_again(launch: Launche
     (agent,) = cluster[1].processes("nblaunch.engines.agent")
     cluster[1].run("prlimit", f"--pid={agent}", "--fsize=1000000:")  # as if its memory were full
     for _ in range(2):
-        with pytest.raises(StartError, match=r"n2 cannot keep the data: .*File too large"):
+        with pytest.raises(StartError, match=r"n2 cannot store the data: .*File too large"):
             launch(use)
     cluster[1].run("prlimit", f"--pid={agent}", "--fsize=unlimited")
     assert list(launch(use)) == [int(data.sum())] * 2

@@ -118,7 +118,7 @@ def test_a_question_about_cuda_is_noticed_before_a_fork(new_kernel: Kernel) -> N
     """It initializes the driver, and torch would fail in the ranks."""
     new_kernel.run("assert torch.cuda.is_available()\nassert not torch.cuda.is_initialized()").check()
     refused = new_kernel.run("notebook_launcher(lambda: None, num_processes=1, start_method='fork', view='none')")
-    assert refused.error.startswith("StartError: start_method='fork': CUDA runs in the notebook")
+    assert refused.error.startswith("StartError: start_method='fork': the notebook has used CUDA")
 
 
 def test_a_notebook_without_cuda_may_be_forked(new_kernel: Kernel) -> None:

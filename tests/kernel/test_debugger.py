@@ -466,7 +466,7 @@ def test_a_stop_in_the_background_is_noted(kernel: Kernel) -> None:
     begin = stopped_in_the_background(kernel)
     assert "; rank 1 stopped at a breakpoint, Cell In[" in kernel.run("job").value
     assert "; rank 1 stopped at a breakpoint, Cell In[" in kernel.run("%distributed status").text
-    cell = kernel.follow_cell(begin, ": to debug, call wait() or result() of the launch, or run %distributed debug")
+    cell = kernel.follow_cell(begin, ": to debug, call wait() or result() on the launch, or run %distributed debug")
     assert "tensor([1., 1.])" in plain(kernel.debug("%distributed debug", "p x", "c").check())
     assert kernel.ask("list(job.result())") == [[1.0, 1.0], [1.0, 1.0]]
     assert cell.text.count("to debug, call") == 1

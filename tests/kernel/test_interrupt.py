@@ -183,6 +183,6 @@ def test_an_interrupt_ends_the_cell_although_the_ranks_return(kernel: Kernel) ->
     kernel.interrupt()
 
     cell = kernel.finish_cell(request, LONG)
-    assert cell.error.startswith("KeyboardInterrupt: saves was interrupted, and every rank returned")
+    assert cell.error.startswith("KeyboardInterrupt: saves was interrupted, but every rank returned")
     assert "loop 1" not in cell.stdout
     assert kernel.ask("__import__('sys').last_value.results") == {0: "saved 0", 1: "saved 1"}

@@ -152,7 +152,10 @@ def test_names_that_no_code_mentions_are_named(kernel: Kernel, tmp_path: Path) -
         said = str(kernel.ask("said"))
         assert "`other` exists in the notebook but was not sent: only names that appear in the code are sent." in said
         assert "was not sent: `guard`, a thread lock, which cannot be sent" in said
-    assert "The notebook has `other`" in kernel.run("%%distributed\neval('oth' + str('er'))").traceback
+    assert (
+        "`other` exists in the notebook but was not sent"
+        in kernel.run("%%distributed\neval('oth' + str('er'))").traceback
+    )
     (tmp_path / "lacks_import.py").write_text("def lacks(): return other")
     kernel.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom lacks_import import lacks").check()
     said = kernel.run("launched(lacks)").traceback
@@ -248,7 +251,7 @@ def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel)
     ids=["module", "nested dict", "object"],
 )
 def test_values_that_the_notebook_takes_back_are_named(kernel: Kernel, value: str, change: str) -> None:
-    replaced = "taken: the ranks had changed it, and the notebook's new value has replaced it"
+    replaced = "taken: the notebook's new value replaced the value that the ranks had changed"
     kernel.run("del taken" if kernel.ask("'taken' in globals()") else "").check()
     kernel.run("%%distributed\nglobals().pop('taken', None)").check()
     kernel.run(f"taken = {value}").check()
@@ -396,7 +399,7 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
     ("wrong", "said"),
     [
         ("s.push({'a': 1})", "push({'a': 1}): use keywords, as in push(a=1) or push(**{'a': 1})"),
-        ("s.push(device='cpu')", "device='cpu': each rank defines this name itself"),
+        ("s.push(device='cpu')", "device='cpu': each rank has its own value of this name"),
         (
             "s.push(a=1, rank=0)",
             "rank=0: each rank has its own value of this name; use another name; ranks=[0] selects ranks",

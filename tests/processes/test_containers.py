@@ -120,7 +120,11 @@ def test_a_sandbox_may_lack_system_calls_and_room_in_dev_shm(tmp_path: Path) -> 
 def test_a_full_dev_shm_is_named_with_remedies() -> None:
     small = mounted(SMALL_SHM.replace("64m", "8m"))
     done = subprocess.run([*small, sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=LONG)
-    note = next(line for line in done.stderr.splitlines() if line.startswith("/dev/shm has 8 MiB ("))
+    note = next(
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith("/dev/shm holds the batches of DataLoader workers: 8 MiB,")
+    )
     assert {"--shm-size=8g;", "emptyDir", "prefetch_factor),", "num_workers=0."} <= set(note.split())
 
 

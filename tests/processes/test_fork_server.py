@@ -74,7 +74,7 @@ def test_ranks_are_spawned_if_the_fork_server_never_gets_ready(
     if way == "hangs":
         monkeypatch.setattr(fork_servers, "SERVER_START_TIMEOUT_S", 1.0)
     before = marked_processes()
-    message = f"cannot be used, so ranks are spawned, which is slower: the fork server did not start.*{reason}"
+    message = rf"cannot be used, so ranks are spawned \(slower\): the fork server did not start.*{reason}"
     with pytest.warns(UserWarning, match=message) as said:
         assert own.usable("forkserver") == "spawn"
     assert [warning.filename for warning in said] == [__file__]

@@ -124,10 +124,10 @@ def test_only_installed_packages_are_imported_ahead(tmp_path: Path, monkeypatch:
     (tmp_path / "mine.py").write_text(RECORDS)
     monkeypatch.syspath_prepend(str(tmp_path))
     for named, why in [
-        ("mine", "'mine': it is no installed package: its files may be edited"),
+        ("mine", "'mine': it is not an installed package: its files may be edited"),
         (["no_such_package"], "'no_such_package': no such module is installed"),
         (["a b"], "'a b': must be the name of a module"),
-        ("torchmetrics", "'torchmetrics': it reads LOCAL_RANK while it is imported"),
+        ("torchmetrics", "'torchmetrics': it reads LOCAL_RANK when imported"),
     ]:
         with pytest.raises(ArgumentError, match=f"^preload={why}"):
             notebook_launcher(abs, (1,), 1, view="none", preload=named)
@@ -180,7 +180,7 @@ def test_packages_that_ranks_must_not_share_are_left_out(own: Servers, monkeypat
     assert not set(BAD) & set(had(own, "recorder").ahead)
     said = [line.removeprefix("not preloaded: ") for line in own.status()]
     for name, (_, reason) in BAD.items():
-        assert any(line.startswith(f"{name}, as {reason}") for line in said)
+        assert any(line.startswith(f"{name} ({reason}") for line in said)
 
 
 def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Servers, site: Path, tmp_path: Path) -> None:

@@ -453,8 +453,8 @@ def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"name": "not a name"}, "name='not a name': must be a Python name"),
-        ({"start_method": "fork"}, "start_method='fork': a session's ranks are not forks"),
+        ({"name": "not a name"}, "name='not a name': must be a valid identifier"),
+        ({"start_method": "fork"}, "start_method='fork': not available in sessions"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:start_method='fork':UserWarning")
