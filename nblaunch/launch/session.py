@@ -532,7 +532,7 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
                 f"{command(running.name, 'stop')} ends it; another name= starts a second session"
             )
     ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
-    said = f"is already running: {ranks}, with the variables of earlier cells"
+    said = f"is running: {ranks}, with the variables of earlier cells"
     questions.look(running._ranks)
     if not (running._ranks.present or running._ranks.queue):  # nor does a restart bring some
         running.restart()

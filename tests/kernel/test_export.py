@@ -176,7 +176,7 @@ def test_a_users_file_stays_without_force(kernel: Kernel, tmp_path: Path) -> Non
     script = tmp_path / "train.py"
     script.write_text("mine")
     done = kernel.run("%%distributed --export train.py --sbatch\nprint(rank)")
-    assert "train.py exists: use another name, or --force" in done.error + done.text
+    assert "train.py already exists: use another name, or --force" in done.error + done.text
     assert script.read_text() == "mine"
 
     shown = kernel.run("%%distributed --export train.py --sbatch --force -n 3\nprint(rank)").check()
@@ -185,7 +185,7 @@ def test_a_users_file_stays_without_force(kernel: Kernel, tmp_path: Path) -> Non
         "run it: torchrun --nproc-per-node 3 train.py",
         "    or: sbatch train.sbatch",
     ]
-    assert "train.py exists: use another name, or --force" in again.error + again.text
+    assert "train.py already exists: use another name, or --force" in again.error + again.text
     assert "print(rank)" in script.read_text()
     subprocess.run(["bash", "-n", str(tmp_path / "train.sbatch")], check=True)
 

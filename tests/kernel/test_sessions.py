@@ -696,7 +696,7 @@ def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> Non
 
 def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
     noted = kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)").text
-    assert "every rank is dead, and its variables are lost. `%distributed session restart` restarts them" in noted
+    assert "every rank is dead, and all variables are lost. `%distributed session restart` restarts them" in noted
     assert "The other ranks keep theirs" not in noted
     dead = "every rank of session main is dead: `%distributed session restart` restarts them"
     assert dead in kernel.run("%%distributed\n1").error

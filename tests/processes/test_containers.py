@@ -149,5 +149,5 @@ def test_a_kernel_survives_a_small_ulimit_of_processes(home: Path) -> None:
         kernel.run("from nblaunch import notebook_launcher").check()
         for _ in range(2):
             cell = kernel.run("notebook_launcher(lambda: None, num_processes=2)")
-            assert "(RLIMIT_NPROC) is 24): end processes" in cell.error
+            assert "(RLIMIT_NPROC) is 24): end unneeded processes" in cell.error
         kernel.run("1").check()
