@@ -293,7 +293,7 @@ class Session:
             raise ArgumentError(f"session {self.name}: the last task raised no exception to debug")
         self._checked([chosen])
         if not host().can_type():
-            raise ArgumentError("debug: this front end accepts no input; use pull('x', ranks=[0]) to inspect values")
+            raise ArgumentError("debug: the front end accepts no input; use pull('x', ranks=[0]) to inspect values")
         question = Question("debug", "%distributed debug", (chosen,))
 
         def pack(ticket: Ticket) -> Shipment:

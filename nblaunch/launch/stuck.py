@@ -22,7 +22,7 @@ _ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "al
 """Collectives whose tensors have one size on every rank."""
 _SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_process_group", "split_group"}
 """torch's functions that wait for other ranks without a collective."""
-_ENDED: dict[Where, str] = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}
+_ENDED: dict[Where, str] = {"returned": "returned", "raised": "raised an exception", "died": "is dead"}
 _NEVER = "this will never complete"
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
