@@ -591,7 +591,7 @@ class NodeWorkers:
             if message.log_dir in self._log_dirs and file == os.path.basename(file) and file.startswith("rank"):
                 append(os.path.join(message.log_dir, file), own)
             else:
-                _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
+                _log.warning("nblaunch: an agent may not write %s/%s: refused", message.log_dir, file)
 
     def _take_event(self, node: int, event: object) -> None:
         if isinstance(event, (RankStarted, NotStarted)):

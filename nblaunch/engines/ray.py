@@ -101,7 +101,7 @@ class RayStarter:
     def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         spec = importlib.util.find_spec("ray")
         if spec is None or spec.origin is None:  # a folder that only has the name
-            raise StartError("engine='ray': Ray is not installed here: pip install nblaunch[ray]")
+            raise StartError("engine='ray': Ray is not installed here: pip install ray")
         self.stop()
         try:
             self._connect(self._request.address or _address_of_notebook(), check)

@@ -81,12 +81,12 @@ def notebook_launcher(
 
     Args:
         function: The function to run on every rank.
-        args: Its positional arguments. Leave out the parameters that are filled in. `world_size` and `device` may be
-            given, as in ``mp.spawn(train, args=(world_size,))``, if `world_size` is the number of ranks.
+        args: Its positional arguments. Leave out the parameters that are filled in. `device` may be given, and a
+            `world_size` that is the number of ranks, as in ``mp.spawn(train, args=(world_size,))``.
         num_processes: The number of ranks on each node. Default: one per visible GPU; without a GPU 2, or 1 on each
             of several nodes.
-        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
-            ``Accelerator`` that the function creates, accelerate's or nblaunch's.
+        mixed_precision: The default precision of an ``Accelerator`` that the function creates, accelerate's or
+            nblaunch's: ``"no"`` (default), ``"fp16"``, ``"bf16"``, or for accelerate ``"fp8"``.
         kwargs: Keyword arguments of the function.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
         timeout: The maximum duration of the launch in seconds. Default: None, no limit.
@@ -109,8 +109,8 @@ def notebook_launcher(
             divided by the number of ranks on the node.
         env: Environment variables for the ranks, in addition to the notebook's. If torch reads one of them at import
             (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes 1 to 3 s.
-        preload: Modules of installed packages to import ahead of later launches, as with ``%distributed preload``.
-            Well-known packages that the notebook has imported are always preloaded. Held nodes preload them, too.
+        preload: Modules of installed packages to import before later launches, on the machines where the ranks run.
+            Well-known packages that the notebook has imported are always preloaded.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
@@ -165,7 +165,8 @@ def notebook_launcher(
 def preload(modules: Sequence[str]) -> None:
     """Import modules in the background, so that the ranks of later launches start with them.
 
-    Well-known packages that the notebook has imported are always preloaded. Held nodes preload them, too.
+    Well-known packages that the notebook has imported are always preloaded. Nodes that are still reserved preload
+    the modules, too.
 
     Args:
         modules: Their names, such as ``("torchvision.transforms",)``.

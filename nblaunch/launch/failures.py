@@ -63,7 +63,8 @@ _LIKELY = {
     "SIGKILL": "the system probably ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
     "SIGSEGV": "a native library crashed; see the stack below",
     "SIGABRT": "a native library aborted; see its message below",
-    "SIGBUS": "mapped memory lost its backing: /dev/shm or a disk is probably full, or a mapped file was truncated",
+    "SIGBUS": "mapped memory lost its backing: /dev/shm or a disk is probably full, or a mapped file was overwritten "
+    "or truncated",
     "SIGFPE": "a native library divided by zero",
     "SIGTERM": "another process terminated it",
     "SIGINT": "another process interrupted it",
@@ -349,10 +350,7 @@ def describe(error: BaseException, account: Account | None) -> Failure:
     if log is None and account is not None:
         log = account.files.err(rank) if rank >= 0 else account.files.directory
     others = tuple(_others(rank, account)) if account is not None else ()
-    text = text_of(error)
-    if isinstance(error, NblaunchError):
-        text = text.strip().removesuffix(f"Log: {log}").rstrip()  # the view shows it
-    said = headline_of(type(error).__name__, text)
+    said = headline_of(type(error).__name__, _without_logs(error, account))
     is_whole = isinstance(error, RankError) and error.rank >= 0  # it names the rank and what happened
     return Failure(
         rank,
@@ -417,9 +415,18 @@ def attach(results: Mapping[int, Any], error: Any, files: object = None) -> None
             error.results = dict(results)
 
 
-def summary(error: BaseException) -> str:
+def summary(error: BaseException, account: Account | None = None) -> str:
     rank = getattr(error, "rank", -1)
-    return f"{f'rank {rank}: ' if rank >= 0 else ''}{headline_of(type(error).__name__, text_of(error))}"
+    said = headline_of(type(error).__name__, _without_logs(error, account))
+    return f"{f'rank {rank}: ' if rank >= 0 else ''}{said}"
+
+
+def _without_logs(error: BaseException, account: Account | None) -> str:
+    """Return the message without the path of the logs at its end: views show it."""
+    text = text_of(error)
+    if account is None or not isinstance(error, NblaunchError):
+        return text
+    return re.sub(rf"\s*Logs?(?: so far)?: {re.escape(str(account.files.directory))}\S*\s*$", "", text)
 
 
 # ------------------------------------------------------------------ headlines

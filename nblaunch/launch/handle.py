@@ -122,7 +122,7 @@ class Launch:
 
     @property
     def done(self) -> bool:
-        """True if the launch has finished, failed or was stopped."""
+        """True if the launch has finished or failed, or was stopped."""
         return self._finished.is_set()
 
     def discard(self) -> None:
@@ -342,7 +342,7 @@ class Launch:
         if error is None:
             return Outcome(state, seconds, "")
         failure = failures.describe(error, self._account) if state == "failed" else None
-        return Outcome(state, seconds, failures.summary(error).partition(" Logs: ")[0], failure)  # views show it
+        return Outcome(state, seconds, failures.summary(error, self._account), failure)
 
     # -------------------------------------------------------------- results
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:

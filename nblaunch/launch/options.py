@@ -80,7 +80,7 @@ def _environment(option: str, extra: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise ArgumentError(f"{given}: names and values must be strings")
         if not name or "=" in name or "\0" in name + value:
-            raise ArgumentError(f"{given}: not a valid variable name or value ('=', NUL or empty)")
+            raise ArgumentError(f"{given}: empty, or contains '=' in the name or NUL")
         if name in TORCHRUN or name.startswith("TORCHELASTIC_"):
             raise ArgumentError(f"{given}: nblaunch sets this variable for each rank")
     return dict(extra)
@@ -130,7 +130,7 @@ class Options:
     backend: str | None = _option(
         takers="session script",
         choices=BACKENDS,
-        help=f"process group backend, one of {', '.join(BACKENDS)}; default: gloo on CPUs, nccl on GPUs",
+        help=f"process group backend, one of {', '.join(BACKENDS)}; default: gloo; on GPUs nccl, gloo for CPU tensors",
     )
     start_method: str = _option(
         default="auto",
@@ -179,7 +179,7 @@ class Options:
     preload: Sequence[str] | None = _option(
         check=_modules,
         parsing={"action": "append", "metavar": "NAME"},
-        help="module of an installed package to import ahead of later launches on this machine; repeatable",
+        help="module of an installed package to import before later launches, where the ranks run; repeatable",
     )
     on_error: str = _option(
         default="raise",
@@ -191,7 +191,7 @@ class Options:
     on_breakpoint: str = _option(
         default="continue",
         choices=("continue", "fail"),
-        help="what breakpoint() does if the front end accepts no input: continue (default) or fail",
+        help="what breakpoint() does where input is not possible: continue (default) or fail",
     )
     checks: bool = _option(
         default=False,

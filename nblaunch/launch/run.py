@@ -173,7 +173,9 @@ class Run:
             self.note(f"{_listed(names)}: {said}")
         replaced = sorted({name for _, each in taken for name in each.replaced})
         if replaced:
-            self.note(f"{_listed(replaced)}: the notebook's new value replaced the value that the ranks had changed")
+            self.note(
+                f"{_listed(replaced)}: the notebook's new value replaced the value that ranks had modified in place"
+            )
         for name, owner in sorted({pair for _, each in taken for pair in each.apart}):
             other = f"the ranks' {owner} is another object and will not be updated"
             self.note(f"{name}: uses the notebook's {owner}; {other}")
@@ -206,8 +208,8 @@ class Run:
             called = f"{last.count} in this group, the last {call}" if last.count else "none"
             said.append(f"rank {rank} called {called}")
         self.note(
-            f"the ranks did not call the same collectives: {'; '.join(said)}. The process group is replaced, because "
-            "the next collective would pair different calls"
+            f"the ranks did not call the same collectives: {'; '.join(said)}. A new process group was created, so "
+            "that the next collective is the same call on every rank"
         )
 
     def _note_error(self, ranks: SessionRanks, verdict: Verdict) -> None:
@@ -235,7 +237,7 @@ def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[]
 def stale_names(ranks: SessionRanks) -> str:
     """Return which names are useless now that the process group is replaced; empty if none."""
     stale = {each.name for rank in ranks.present for each in ranks.bound[rank] if each.of_group}
-    return f"{_listed(sorted(stale))}: belongs to the old process group. Create it again" if stale else ""
+    return f"{_listed(sorted(stale))}: made for the old process group; create again" if stale else ""
 
 
 def _listed(names: Sequence[str]) -> str:

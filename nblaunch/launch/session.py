@@ -285,7 +285,7 @@ class Session:
             rank: The rank. Default: the one that failed first.
 
         Raises:
-            ArgumentError: There is no such exception, or the front end accepts no input.
+            ArgumentError: There is no such exception, or input is not possible.
         """
         self._check_open()
         chosen = self._ranks.failed_first if rank is None else rank
@@ -293,7 +293,7 @@ class Session:
             raise ArgumentError(f"session {self.name}: the last task raised no exception to debug")
         self._checked([chosen])
         if not host().can_type():
-            raise ArgumentError("debug: the front end accepts no input; use pull('x', ranks=[0]) to inspect values")
+            raise ArgumentError("debug: input is not possible here; use pull('x', ranks=[0]) to inspect values")
         question = Question("debug", "%distributed debug", (chosen,))
 
         def pack(ticket: Ticket) -> Shipment:

@@ -152,7 +152,7 @@ class Task:
         elif isinstance(message, Interrupted):
             rank.interrupted = True
         elif isinstance(message, Done) and event.lost:
-            text = f"the result needs more file descriptors than the notebook may open (ulimit -n): {event.lost}"
+            text = f"the result could not be received: {event.lost}"
             rank.failed = Failed(rank.rank, self.number, message.time_ns, "result", "OSError", text, "")
             self._note_failure(rank)
         elif isinstance(message, Done):

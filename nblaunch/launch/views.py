@@ -300,7 +300,7 @@ class ShieldedView(View):
 @contextlib.contextmanager
 def preparing(view: View, name: str) -> Iterator[None]:
     """Let a view say what takes time, if the block that packs the data of a launch takes long."""
-    text = f"preparing {name}: comparing its data with the last launch, and copying changes"
+    text = f"preparing {name}: comparing its data with the cached data, and copying changes"
     timer = threading.Timer(PREPARING_NOTE_DELAY_S, lambda: ShieldedView(view).on(Preparing(text)))
     timer.daemon = True
     try:

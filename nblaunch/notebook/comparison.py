@@ -20,7 +20,6 @@ from nblaunch.notebook.charts import (
     Summary,
     colour_of,
     data_uri,
-    has_line,
     line_chart,
     line_of,
     summarise,
@@ -150,7 +149,7 @@ class Comparison:
             for number, (label, summaries) in enumerate(self._summaries.items())
             if name in summaries
         ]
-        if not any(has_line(points, [summary]) for _, _, points, summary in runs):
+        if not any(len(summary.mean) > 1 for _, _, _, summary in runs):
             return ""
         drawn = [Line(line_of(points, summary), Stroke(colour), summary.ring) for _, colour, points, summary in runs]
         chart = line_chart(

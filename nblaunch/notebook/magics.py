@@ -37,6 +37,7 @@ _ABOUT = """\
 Run the cell on every rank. It can use the notebook's variables, and rank, world_size, local_rank and device.
 
     %%distributed -n 2 -o sums
+    import torch, torch.distributed as dist
     t = torch.ones(1) * rank
     dist.all_reduce(t)  # the default process group is initialized
     t.item()

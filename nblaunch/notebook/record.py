@@ -46,11 +46,11 @@ BOX = f"{_LINE};border-radius:6px;padding:10px 12px;margin:2px 0;font-size:13px;
 _LOG = f"{_LINE};border-radius:4px;background:rgba(128,128,128,0.06);padding:4px 8px;margin-top:10px"
 _POINTER = "cursor:pointer"
 _STATES = {
-    "finished": ("✓", "#2e9457", "in"),
-    "failed": ("✗", FAILED_COLOUR, "after"),
-    "stopped": ("■", "#b07a1c", "after"),
-    "Timed out": ("■", FAILED_COLOUR, "after"),
-    "running": ("…", COLOURS[0], "for"),
+    "finished": ("✓ Finished", "#2e9457", "in"),
+    "failed": ("✗ Failed", FAILED_COLOUR, "after"),
+    "stopped": ("■ Stopped", "#b07a1c", "after"),
+    "late": ("■ Timed out", FAILED_COLOUR, "after"),
+    "running": ("… Running", COLOURS[0], "for"),
 }
 _MAX_INPUT_LENGTH = 4500
 """Characters of any text that are read: a huge text costs little."""
@@ -203,16 +203,15 @@ def as_html(record: Record) -> str:
 
 def _header(record: Record) -> str:
     is_late = record.state == "stopped" and record.message.startswith("LaunchTimeoutError")
-    state = "Timed out" if is_late else record.state
-    mark, colour, preposition = _STATES.get(state, ("", COLOURS[0], "after"))
+    state, colour, preposition = _STATES.get("late" if is_late else record.state, (record.state, COLOURS[0], "after"))
     pill = f"padding:1px 9px;border:1px solid {_faint(colour, 0.45)};border-radius:10px;font-size:12px;color:{colour}"
-    pill += f";background:{_faint(colour, 0.12)};white-space:nowrap" + ";text-transform:capitalize" * (not is_late)
+    pill += f";background:{_faint(colour, 0.12)};white-space:nowrap"
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
     facts = [f"{preposition} {duration_text(record.seconds)}", record.ranks, one_line(record.device, 100)]
     facts.append(at if record.ended_at else f"as of {at}")
     return (
-        f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="{pill}">{mark} '
-        f'{_text(state, 40)}</b> <span style="{DIM}">{" · ".join(map(escape, filter(None, facts)))}</span></div>'
+        f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> <b style="{pill}">{_text(state, 40)}</b> '
+        f'<span style="{DIM}">{" · ".join(map(escape, filter(None, facts)))}</span></div>'
     )
 
 
@@ -234,7 +233,7 @@ def _failure(failure: Failure) -> str:
     if failure.source:
         parts.append(f'<pre style="{PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
     if failure.traceback.strip():
-        lines = _block(failure.traceback.rstrip().splitlines(), _MAX_BLOCK_BYTES)
+        lines = _block(failure.traceback.rstrip().splitlines(), _MAX_BLOCK_BYTES, _MAX_BLOCK_BYTES // 5)
         parts.append(_folded("Traceback", f'<pre style="{PRE}">{lines}</pre>', is_open=True))
     if failure.others:
         others = f'<pre style="{PRE}">{_block(failure.others[:_MAX_OTHERS], 2000)}</pre>'
@@ -384,14 +383,14 @@ def _legend(summary: Summary) -> str:
     )
 
 
-def _block(lines: Sequence[str], size: int) -> str:
-    """Return lines as at most `size` bytes of HTML; omit lines in the middle."""
+def _block(lines: Sequence[str], size: int, most: int = 300) -> str:
+    """Return lines of at most `most` characters as at most `size` bytes of HTML; omit lines in the middle."""
     excerpt = Excerpt(size // 4, size * 3 // 4)
     left_out = len(lines) - _MAX_FIRST_LINES - _MAX_LAST_LINES
     if left_out > 0:
         lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines omitted …", *lines[-_MAX_LAST_LINES:]]
     for line in lines:
-        excerpt.add(_line(line, size // 5))
+        excerpt.add(_line(line, most))
     return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
 
 

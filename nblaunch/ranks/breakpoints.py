@@ -85,7 +85,7 @@ class Breakpoints:
         if keyboard.link.is_stopping:
             return  # ``finally`` has its grace period, and no more
         if not (keyboard.can_type and keyboard.is_here):
-            why = "the front end accepts no input" if keyboard.is_here else "called in a child process of the rank"
+            why = "input is not possible here" if keyboard.is_here else "called in a child process of the rank"
             self._pass_by(frame, call, why)
             return
         debugger = self._debuggers.get(_thread.get_ident())

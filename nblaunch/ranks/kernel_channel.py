@@ -261,7 +261,8 @@ class Keyboard:
             raise EOFError(f"{call}: not available in a child process of a rank; call it in the rank itself")
         if not self.can_type:
             raise EOFError(
-                f"{call}: the front end accepts no input; pass the value as an argument, or run the cell interactively"
+                f"{call}: input is not possible here (no input box, captured output, or a background launch); "
+                "pass the value as an argument"
             )
         link = self.link
         if link.is_stopping:

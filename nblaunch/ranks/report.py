@@ -78,7 +78,7 @@ def report(
         metrics: Numbers or one-element tensors or arrays, by name, as in ``accuracy=0.97``. CUDA tensors synchronize.
 
     Raises:
-        TypeError: A metric is not a number, or the step is not a whole number.
+        TypeError: A metric is not a number, or the step is not an integer.
     """
     if _current is None:
         return
@@ -105,7 +105,7 @@ def mark_best(metric: str, step: int, value: SupportsFloat | None = None) -> Non
         value: The metric's value. Default: the value that this rank reported at `step`.
 
     Raises:
-        TypeError: The metric is not a name, the step is not a whole number, or the value is not a number.
+        TypeError: The metric is not a name, the step is not an integer, or the value is not a number.
     """
     if _current is None:
         return
@@ -221,7 +221,7 @@ def _number(name: str, value: Any, caller: str = "report") -> float:
 
 
 def _step(value: Any, caller: str = "report") -> int:
-    """Return `value` as an int. A float such as ``2.0`` and an integer tensor of one element are whole numbers."""
+    """Return `value` as an int. A float such as ``2.0`` and an integer tensor of one element are integers."""
     try:
         return operator.index(value)
     except TypeError:
@@ -231,7 +231,7 @@ def _step(value: Any, caller: str = "report") -> int:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not number.is_integer():
-        raise TypeError(f"{caller}(step={value!r:.80}): a step must be a whole number, such as 2")
+        raise TypeError(f"{caller}(step={value!r:.80}): a step must be an integer, such as 2")
     return int(number)
 
 

@@ -1,8 +1,7 @@
 """The training toolkit: from the plain loop to a Trainer, with every sample counted once.
 
 It works the same in a launch, under torchrun or srun, and in a single process; nothing here needs a notebook.
-`nblaunch.training.peers` shows the trainers of transformers and lightning in the panel. `notebooks/toolkit.md` has
-examples.
+`nblaunch.training.peers` shows the trainers of transformers and lightning in the panel.
 """
 
 from nblaunch.training.accelerator import Accelerator

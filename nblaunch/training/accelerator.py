@@ -250,7 +250,7 @@ class Accelerator:
         """Reduce a dict of numbers and tensors over all ranks, with bit-identical results on each. A collective.
 
         It takes one collective if each rank's values pickle to at most 1,016 bytes (about 25 named numbers), else two.
-        Ranks with the same samples (`copies`) count as one.
+        The ranks of a tensor-parallel group have the same samples, and count as one.
 
         Args:
             d: The values by name: ints (in int64's range), floats, bools, or tensors of any shape. Every rank passes
@@ -284,7 +284,7 @@ class Accelerator:
     def reduce(self, nest: Any, reduction: str = "sum") -> Any:
         """Reduce every tensor of a pytree over all ranks. A collective.
 
-        Ranks with the same samples (`copies`) count as one.
+        The ranks of a tensor-parallel group have the same samples, and count as one.
 
         Args:
             nest: A pytree of tensors, with the same shapes and dtypes on every rank.
@@ -478,7 +478,7 @@ class Preparation:
             whole = (name for name, parameter in module.named_parameters() if not is_sharded(parameter))
             if self.shards_all and (name := next(whole, None)) is not None:
                 raise ArgumentError(
-                    f"prepare: the {type(module).__name__} is sharded only in part, {name} is not: prepare the whole "
+                    f"prepare: the {type(module).__name__} is sharded, but its {name} is not: prepare the whole "
                     "module instead of a submodule"
                 )
             if is_fully_sharded(module):

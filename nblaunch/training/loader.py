@@ -435,7 +435,7 @@ class ShardedLoader(DataLoader[T_co]):
         """Move to the beginning of an epoch. Setting the current epoch changes nothing.
 
         Raises:
-            ArgumentError: `epoch` is not a whole number of at least 0.
+            ArgumentError: `epoch` is not an integer of at least 0.
         """
         self._progress.move_to(epoch)
         self._set_sampler_epochs()
@@ -599,7 +599,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         The same loader, or an iterator over the remaining batches if the loader is not sharded.
 
     Raises:
-        ArgumentError: `num_batches` is not a whole number of at least 0.
+        ArgumentError: `num_batches` is not an integer of at least 0.
     """
     skipped = whole_number("num_batches", num_batches, least=0)
     if not hasattr(dataloader, "begin_at"):
@@ -626,7 +626,7 @@ class Prefetcher:
         depth: Number of batches to copy ahead, at least 1; each uses device memory.
 
     Raises:
-        ArgumentError: `depth` is not a whole number of at least 1.
+        ArgumentError: `depth` is not an integer of at least 1.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str, depth: int = 1) -> None:

@@ -59,7 +59,7 @@ class Mean:
                 ignored, even if it is NaN.
 
         Raises:
-            ArgumentError: `count` is not a whole number, or is negative.
+            ArgumentError: `count` is not an integer, or is negative.
         """
         count = whole_number("count", count, least=0)
         if count == 0:

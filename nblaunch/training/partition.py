@@ -214,10 +214,10 @@ class StreamReader:
             message, turn = _scatter(None), next(turns)
             if message.turn != turn:
                 raise RuntimeError(
-                    f"rank {world().rank} expects batch {turn[1]} of pass {turn[0]} over a stream, but rank 0 sent "
-                    f"batch {message.turn[1]} of pass {message.turn[0]}: the ranks took different numbers of batches. "
-                    "Take the same number on every rank, peeks included, or let each rank read the stream: "
-                    "shard(loader, dispatch=False)"
+                    f"rank {world().rank} expects batch {turn[1]} of pass {turn[0]} of an iterable dataset, but rank 0 "
+                    f"sent batch {message.turn[1]} of pass {message.turn[0]}: the ranks took different numbers of "
+                    "batches. Take the same number on every rank (next(iter(loader)) counts), or let each rank read "
+                    "the dataset: shard(loader, dispatch=False)"
                 )
             if message.share is None:
                 return

@@ -115,7 +115,7 @@ class RankSampler(Sampler[T], Generic[T]):
         """Move to the beginning of an epoch. Setting the current epoch changes nothing.
 
         Raises:
-            ArgumentError: `epoch` is not a whole number of at least 0.
+            ArgumentError: `epoch` is not an integer of at least 0.
         """
         self._progress.move_to(epoch)
 

@@ -36,7 +36,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
         The seed.
 
     Raises:
-        ArgumentError: `seed` is not a whole number in that range.
+        ArgumentError: `seed` is not an integer in that range.
     """
     seed = whole_number("seed", seed, least=0, most=_SEED_LIMIT - 1)
     os.environ[SEED_VARIABLE] = str(seed)

@@ -961,7 +961,7 @@ class TrainingRun:
         now = groups[0]["lr"]
         if now != before and self.accelerator.is_main_process:
             warn(
-                f"{path} was written by a run of fewer steps: over {self.progress.schedule_end} steps the "
-                f"{self.config.schedule} schedule jumps from a learning rate of {before:.3g} to {now:.3g}. For a new "
-                "schedule start a new run from these weights: trainer.load(path, progress=False)"
+                f"{path} was written by a run of fewer steps: the {self.config.schedule} schedule is stretched to "
+                f"{self.progress.schedule_end} steps, so the learning rate jumps from {before:.3g} to {now:.3g}. For a "
+                "new schedule, start a new run from these weights: trainer.load(path, progress=False)"
             )

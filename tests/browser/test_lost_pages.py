@@ -56,7 +56,7 @@ def test_a_lost_connection_leaves_a_whole_panel_and_record(lab: Lab) -> None:
     assert lab.state() == "not connected"
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.reconnect()")
     _is_whole(lab)
-    eventually(lambda: any("finished in" in output.data["text/plain"] for output in _outputs(lab)))
+    eventually(lambda: any("Finished in" in output.data["text/plain"] for output in _outputs(lab)))
 
 
 _DEAF = """() => { // as with a dead connection, which the browser has not noticed yet
@@ -72,19 +72,19 @@ def test_a_page_reloaded_meanwhile_saves_the_whole_record(fresh_lab: Lab) -> Non
     lab.log_says("step 30")
     (output,) = _outputs(lab)
     assert WIDGET not in output.data
-    assert output.data["text/plain"].startswith("train … running for")
+    assert output.data["text/plain"].startswith("train … Running for")
     lab.page.reload()
     lab.log_says("step 30")
     (lab.folder / "reloaded.go").touch()
     _is_whole(lab)
-    eventually(lambda: "train ✓ finished in" in _outputs(lab)[0].data["text/plain"])
+    eventually(lambda: "train ✓ Finished in" in _outputs(lab)[0].data["text/plain"])
     assert "loss 0.01667" in _outputs(lab)[0].data["text/plain"]
     html, _ = HTMLExporter().from_filename(str(lab.folder / SHARED))
     assert "the last line" in html
-    assert "… running" not in html
+    assert "… Running" not in html
     lab.server.end_kernels()
     close_documents(lab.page)
     open_notebook(lab.page, SHARED)
-    lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").wait_for()
+    lab.page.locator(".jp-RenderedHTMLCommon", has_text="Finished in").wait_for()
     assert lab.page.get_by_text("Error displaying widget").count() == 0
     assert lab.page.locator(".nbl-root").count() == 0

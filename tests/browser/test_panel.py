@@ -94,7 +94,7 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(lab: Lab) -> None:
     lab.wait_for_state("finished")
     lab.page.keyboard.press("Control+s")
     path = lab.folder / SHARED
-    eventually(lambda: "finished in" in path.read_text())
+    eventually(lambda: "Finished in" in path.read_text())
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[0].source += "  # changed elsewhere: this notebook is not trusted"
     for kernel in ("python3", "gone"):  # another kernel, no kernel
@@ -104,7 +104,7 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(lab: Lab) -> None:
         nbformat.write(notebook, lab.folder / f"saved-{kernel}.ipynb")
         close_documents(lab.page)
         lab.page.evaluate(OPENED, f"saved-{kernel}.ipynb")
-        record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
+        record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="Finished in")
         record.wait_for()
         if kernel == "gone":  # not by name, nor another one of its language: JupyterLab asks, and starts none
             lab.page.locator(".jp-Dialog", has_text="Select Kernel").wait_for()
@@ -315,7 +315,7 @@ def test_the_panel_stays_alive_and_accessible_in_the_place_of_the_record(lab: La
     trains = TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)"
     lab.run(trains, "notebook_launcher(int)")
     lab.wait_for_state("finished")
-    record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").first
+    record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="Finished in").first
     record.wait_for(state="hidden")
     assert lab.panel.get_by_role("tab").count() == 3
     assert lab.panel.get_by_role("listitem", name="rank 0, returned").count() == 1

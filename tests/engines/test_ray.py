@@ -122,7 +122,7 @@ def test_an_agent_that_cannot_start_says_why() -> None:
 
 def test_no_ray_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(StartError, match=r"Ray is not installed here: pip install nblaunch\[ray\]$"):
+    with pytest.raises(StartError, match=r"Ray is not installed here: pip install ray$"):
         RayStarter([]).addresses(lambda: None)
 
 

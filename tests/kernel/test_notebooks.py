@@ -1,4 +1,4 @@
-"""The notebooks and the training README, executed from the first cell to the last on real data."""
+"""The notebooks and the toolkit page, executed from the first cell to the last on real data."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _changed(kernel: Kernel, module: str, name: str, value: float) -> Iterator[N
 def test_a_launch_is_one_display_that_ends_as_its_record(page: Page) -> None:
     page.run(PRINTS + "notebook_launcher(prints, args=(50,), num_processes=2)")
     assert len(page.displays) <= 2
-    assert "finished in" in page.displays[-1]["text/plain"]
+    assert "Finished in" in page.displays[-1]["text/plain"]
     assert "line 0000049" in page.displays[-1]["text/html"]
     assert WIDGET not in page.displays[-1]  # no page has said that it shows one
 
@@ -79,15 +79,15 @@ def test_slow_packing_is_shown_until_the_launch_is(page: Page) -> None:
     slow = "class Slow:\n    def __reduce__(self): return time.sleep(1) or (int, ())"
     page.run(f"import time\n{slow}\nnotebook_launcher(abs, args=(Slow(),), num_processes=2)")
     first, *_, last = [each["text/plain"] for each in page.displays]
-    assert first.startswith("preparing abs: comparing its data with the last launch, and copying changes")
+    assert first.startswith("preparing abs: comparing its data with the cached data, and copying changes")
     assert "preparing" not in last
-    assert "finished in" in last
+    assert "Finished in" in last
 
 
 def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
     stop = "from nblaunch.engines.fork_servers import servers; servers.stop()"
     cells = {
-        "notebook_launcher(abs, args=(1,), num_processes=2)": "finished in",
+        "notebook_launcher(abs, args=(1,), num_processes=2)": "Finished in",
         "%distributed session -n 1 --name waits": "session waits",
     }
     for cell, end in cells.items():
@@ -131,8 +131,8 @@ def test_a_page_gets_the_record_and_a_later_cell_displays_it(page: Page) -> None
         page.send(kind="record", launch=launch)
     page.take_until(lambda: page.of("record"))
     assert page.of("record")[0]["html"].startswith(f'<div class="nblaunch-{launch} nblaunch-running ')
-    assert page.of("record")[0]["text"].startswith("waits … running for")
-    assert page.kernel.ask("own is None and 'running</b>' in launch._repr_html_()")  # its own cell has the panel
+    assert page.of("record")[0]["text"].startswith("waits … Running for")
+    assert page.kernel.ask("own is None and 'Running</b>' in launch._repr_html_()")  # its own cell has the panel
     page.run(PRINTS + "result = notebook_launcher(prints, args=(2000,), num_processes=1)")
     page.take_until(lambda: page.of("delta")[-1].get("last"))
     html = page.kernel.ask("result._repr_html_()")

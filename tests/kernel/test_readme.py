@@ -11,7 +11,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from nblaunch.launch.options import TABLE
+from nblaunch.launch.options import TABLE, flag_of
+from nblaunch.notebook.magics import _GROUPS, _OWN
 from tests.kernel.harness import Kernel
 
 README = Path(__file__).parents[2] / "README.md"
@@ -81,8 +82,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(named)
 
 
-def test_the_reference_has_an_anchor_for_each_option() -> None:
-    assert {*TABLE} <= anchors(REFERENCE)
+@pytest.mark.parametrize("name", TABLE)
+def test_the_reference_has_an_anchor_a_flag_and_the_takers_of_an_option(name: str) -> None:
+    (row,) = re.findall(rf'^\| <a id="{name}"></a>(.+)\|$', REFERENCE.read_text(), flags=re.MULTILINE)
+    assert not TABLE[name].help or f"`{flag_of(name)}`" in row
+    takers = "".join(f"{taker[0]} " for taker in ("session", "cell") if taker in TABLE[name].takers.split())
+    assert row.rpartition("|")[2].strip() == takers.strip()
+
+
+def test_the_magic_has_each_option_that_has_help() -> None:
+    assert {option for options in _GROUPS.values() for option in options} == {*_OWN} | {
+        n for n in TABLE if TABLE[n].help
+    }
 
 
 def test_the_guide_lists_every_notebook_once() -> None:

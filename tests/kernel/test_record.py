@@ -51,7 +51,7 @@ def test_without_a_page_the_notebook_gets_the_record_that_nbconvert_shows(execut
     assert seconds < 60
     bundle = _bundle(notebook)
     assert WIDGET not in bundle
-    assert bundle["text/plain"].startswith("train ✓ finished in")
+    assert bundle["text/plain"].startswith("train ✓ Finished in")
     assert "accuracy 0.9667" in bundle["text/plain"]
     html, _ = HTMLExporter().from_notebook_node(notebook)
     assert "0.9667" in html
@@ -76,4 +76,4 @@ def test_papermill_keeps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "trains.ipynb"
     write_notebook(path, TRAINS)
     notebook = papermill.execute_notebook(str(path), str(path.with_name("out.ipynb")), progress_bar=False)
-    assert _bundle(notebook)["text/plain"].startswith("train ✓ finished in")
+    assert _bundle(notebook)["text/plain"].startswith("train ✓ Finished in")

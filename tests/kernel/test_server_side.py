@@ -84,13 +84,13 @@ def test_a_page_that_writes_the_record_gets_no_other(served: Kernel, page: Page,
     page.send(kind="record", launch=page.state["info"]["launch"])
     page.take_until(lambda: request in page.idle and page.of("record"))
     assert len(page.displays) == 1
-    assert "finished" in page.of("record")[0]["text"]
+    assert "Finished" in page.of("record")[0]["text"]
 
 
 def test_a_server_gets_the_record_of_a_short_launch(served: Kernel) -> None:
     *_, (kind, bundle) = _displayed(served.run("notebook_launcher(lambda: None, num_processes=1)").check())
     assert kind == "display_data"
-    assert "finished in" in bundle["text/plain"]
+    assert "Finished in" in bundle["text/plain"]
 
 
 def test_the_panel_of_a_background_launch_is_in_its_cell(served: Kernel, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_texts_before_the_panel_are_shown_once(served: Kernel) -> None:
         "display = CellDisplay(get_ipython())\n"
         "for text in ('importing', 'still importing', ''):\n"
         "    display.show({'text/plain': text})\n"
-        "for text in ('running', 'finished'):\n"
+        "for text in ('Running', 'Finished'):\n"
         "    display.show({'text/plain': text, 'text/html': text})"
     ).check()
     assert [(kind, bundle["text/plain"]) for kind, bundle in _displayed(cell)] == [

@@ -251,7 +251,7 @@ def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel)
     ids=["module", "nested dict", "object"],
 )
 def test_values_that_the_notebook_takes_back_are_named(kernel: Kernel, value: str, change: str) -> None:
-    replaced = "taken: the notebook's new value replaced the value that the ranks had changed"
+    replaced = "taken: the notebook's new value replaced the value that ranks had modified in place"
     kernel.run("del taken" if kernel.ask("'taken' in globals()") else "").check()
     kernel.run("%%distributed\nglobals().pop('taken', None)").check()
     kernel.run(f"taken = {value}").check()
@@ -578,7 +578,7 @@ def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
     cell = interrupted(kernel, "ddp(torch.ones(2)).sum().backward() if rank == 0 else time.sleep(100)")
     assert cell.error.startswith("KeyboardInterrupt")
-    assert "ddp: belongs to the old process group" in cell.text
+    assert "ddp: made for the old process group" in cell.text
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp.module)").check()
     kernel.run("%%distributed\nddp(torch.ones(2)).sum().backward()").check()
 
@@ -597,7 +597,7 @@ def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None
     assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
     cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("ZeroDivisionError")
-    assert re.search(r"\bown\b.*: belongs to the old process group. Create it again", cell.text)
+    assert re.search(r"\bown\b.*: made for the old process group; create again", cell.text)
     kernel.run("%%distributed\ndel own").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -608,7 +608,7 @@ def test_objects_that_hold_a_stale_group_are_named(kernel: Kernel) -> None:
         "mesh = dist.device_mesh.init_device_mesh('cpu', (2,))"
     ).check()
     said = kernel.run("%distributed session regroup").check().text
-    assert re.search(r"\bmesh\b.*\bwrapped\b.*: belongs to the old process group", said)
+    assert re.search(r"\bmesh\b.*\bwrapped\b.*: made for the old process group", said)
     kernel.run("%%distributed\ndel wrapped, mesh").check()
 
 

@@ -84,7 +84,7 @@ def test_a_launch_shows_a_panel_that_ends_as_its_record(where: Platform, page: P
     assert list(page.log(1).values())[-1] == "rank 1 of 2"  # before it torch 2.8 says who is connected
     assert page.part("charts")
     assert any(WIDGET in each for each in page.displays)
-    assert "finished in" in page.displays[-1]["text/plain"]
+    assert "Finished in" in page.displays[-1]["text/plain"]
     assert WIDGET not in page.displays[-1]
     assert page.kernel.ask("[each[0] for each in result], result[1][1].sum().item()") == ([3.0, 3.0], 44_999_850_000)
 
@@ -167,7 +167,7 @@ def test_a_notebook_is_executed_without_a_page(
     client.create_kernel_manager().kernel_spec.argv = [*where.command, "-f", "{connection_file}"]  # type: ignore[union-attr]
     client.execute()
     record, *_ = [each for each in cells[1].outputs if "text/html" in each.get("data", {})]
-    assert "✓ finished" in record.data["text/html"]
+    assert "✓ Finished" in record.data["text/html"]
     assert "rank 1 of 2" in record.data["text/html"]
     eventually(lambda: client.km is None or not client.km.has_kernel)
 

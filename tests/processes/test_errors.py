@@ -243,7 +243,7 @@ def test_an_unpicklable_exception_keeps_its_type_and_text(
     ("way", "status", "message"),
     [
         ("SIGKILL", -9, "rank 1 was killed by SIGKILL before die returned; the system probably ran out of memory"),
-        ("SIGBUS", -signal.SIGBUS, "a mapped file was truncated"),
+        ("SIGBUS", -signal.SIGBUS, "a mapped file was overwritten or truncated"),
         ("os._exit(0)", 0, r"rank 1 exited with status 0 before die returned \(os._exit, or C code that calls exit\)"),
         ("sys.exit(0)", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
         ("sys.exit('m')", 1, r"rank 1 called sys.exit with status 1 \(disk full\) before die returned"),

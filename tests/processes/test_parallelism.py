@@ -477,7 +477,7 @@ def test_what_cannot_be_divided_says_why(on_ranks: Launcher) -> None:
             ),
             (
                 lambda: prepare(Parallelism(), nn.Sequential(trunk, nn.Linear(2, 2))),
-                "the Sequential is sharded only in part, 1.weight is not",
+                "the Sequential is sharded, but its 1.weight is not",
             ),
             (
                 lambda: prepare(Parallelism(), scalar),

@@ -160,7 +160,7 @@ def test_one_of_several_slurm_tasks_is_refused_with_the_way_out(
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}
     for name, value in {**slurm, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NestedLaunchError, match=r"this is task 1 of the 2 of a Slurm step.*srun -n1"):
+    with pytest.raises(NestedLaunchError, match=r"this is task 1 of 2 of a Slurm step.*srun -n1"):
         launch(summed, (1.0,))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setenv("SLURM_NTASKS", "8")  # of the allocation

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.engines.protocol import Log
+from nblaunch.errors import CollectiveError, NodeLostError, RankDiedError
 from nblaunch.launch.failures import (
     MAX_HEADLINE,
     RankTraceback,
@@ -15,6 +16,7 @@ from nblaunch.launch.failures import (
     crash_warning,
     describe,
     headline_of,
+    summary,
 )
 from nblaunch.launch.group import RankEnd
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -62,6 +64,22 @@ def test_a_message_of_two_sentences_is_said_whole_once() -> None:
         error = raised(traceback)
         error.args = ("no such class: 11. Use 10.",)
         assert describe(error, None).details == details
+
+
+def test_the_path_of_the_logs_is_not_said_again() -> None:
+    """Views show it. Text of the user that looks like it stays."""
+    account = Account("train", [], LaunchFiles(Path("/logs"), None), {}, {})
+    for error in (
+        RankDiedError(
+            "rank 1 was killed by SIGTERM: see the Logs: a. Log: /logs/rank1.err", 1, Path("/logs/rank1.err")
+        ),
+        NodeLostError("node n1 is lost: see the Logs: a. Log so far: /logs/rank1.err", 1, Path("/logs/rank1.err")),
+        CollectiveError("train was stopped: see the Logs: a. Logs: /logs", 1, Path("/logs/rank1.err")),
+    ):
+        failure = describe(error, account)
+        assert failure.message.endswith("see the Logs: a.")
+        assert failure.details == ""
+        assert summary(error, account).endswith("see the Logs: a.")
 
 
 def test_without_a_cell_it_is_the_users_own_file() -> None:

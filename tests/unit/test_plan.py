@@ -58,9 +58,9 @@ def test_a_wrong_argument_is_named_with_its_value(name: str, value: Any, says: s
     [
         ({"BATCH": 32}, "env={'BATCH': 32}: names and values must be strings"),
         ({5: "a"}, "env={5: 'a'}: names and values must be strings"),
-        ({"": "a"}, "env={'': 'a'}: not a valid variable name or value ('=', NUL or empty)"),
-        ({"A=B": "a"}, "env={'A=B': 'a'}: not a valid variable name or value"),
-        ({"A": "a\0"}, r"env={'A': 'a\x00'}: not a valid variable name or value"),
+        ({"": "a"}, "env={'': 'a'}: empty, or contains '=' in the name or NUL"),
+        ({"A=B": "a"}, "env={'A=B': 'a'}: empty, or contains '='"),
+        ({"A": "a\0"}, r"env={'A': 'a\x00'}: empty, or contains '='"),
         ({"RANK": "3"}, "env={'RANK': '3'}: nblaunch sets this variable for each rank"),
         ({"TORCHELASTIC_RUN_ID": "x"}, "env={'TORCHELASTIC_RUN_ID': 'x'}: nblaunch sets this variable for each rank"),
     ],

@@ -167,7 +167,7 @@ def tail_of(*lines: str, more: bool = False) -> Record:
 
 def test_the_text_has_the_pages_words() -> None:
     first, *lines = text_of(FINISHED).splitlines()
-    assert first.startswith("train ✓ finished in 12.3 s · 2 ranks · cpu · 2026-11-2")
+    assert first.startswith("train ✓ Finished in 12.3 s · 2 ranks · cpu · 2026-11-2")
     assert lines == [
         *("loss 1 best 1", "━ mean ━ rank 0 ━ rank 1", "accuracy 0.9405 best 0.9405", "━ mean ━ rank 0 ━ rank 1"),
         *("rank 0", "hello from 0", "bye", "rank 1", "hello from 1", "bye", f"Logs: {LOGS}"),
@@ -177,10 +177,10 @@ def test_the_text_has_the_pages_words() -> None:
 @pytest.mark.parametrize(
     ("state", "seconds", "expected"),
     [
-        ("running", 3.0, "running for 3.0 s"),
-        ("stopped", 75.2, "stopped after 1 min 15 s"),
-        ("finished", 0.04, "finished in 40 ms"),
-        ("finished", 3960.0, "finished in 1 h 06 min"),
+        ("running", 3.0, "Running for 3.0 s"),
+        ("stopped", 75.2, "Stopped after 1 min 15 s"),
+        ("finished", 0.04, "Finished in 40 ms"),
+        ("finished", 3960.0, "Finished in 1 h 06 min"),
     ],
 )
 def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: str) -> None:
@@ -195,7 +195,7 @@ def test_a_timeout_is_no_stop_by_hand() -> None:
 
 def test_the_parts_stand_in_the_order_of_the_panel() -> None:
     shown = page(replace(FAILED, notes=["restarting all ranks"])).text
-    parts = ["✗ failed", "Rank 1 failed", "accuracy 0.9405", "restarting all ranks", "hello from 1", f"Logs: {LOGS}"]
+    parts = ["✗ Failed", "Rank 1 failed", "accuracy 0.9405", "restarting all ranks", "hello from 1", f"Logs: {LOGS}"]
     found = [shown.index(part) for part in parts]
     assert found == sorted(found)
 
@@ -203,10 +203,10 @@ def test_the_parts_stand_in_the_order_of_the_panel() -> None:
 def test_a_launch_that_still_runs_has_the_date_of_the_record() -> None:
     assert "as of" not in page(FINISHED).text
     running = replace(FINISHED, state="running", ended_at=0.0)
-    assert re.search(r"… running for 12.3 s · .* · as of \d{4}-\d{2}-\d{2}", page(running).text)
+    assert re.search(r"… Running for 12.3 s · .* · as of \d{4}-\d{2}-\d{2}", page(running).text)
     # the page's script looks for these two, see static/record.js
     assert as_html(running).startswith(f'<div class="nblaunch-{running.launch_id} nblaunch-running ')
-    assert "… running</b>" in as_html(running)
+    assert "… Running</b>" in as_html(running)
 
 
 # ------------------------------------------------------------------ what failed

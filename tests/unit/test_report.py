@@ -126,7 +126,7 @@ def test_a_whole_step_is_kept_as_an_int(rank: Rank, step: Any) -> None:
 
 @pytest.mark.parametrize("step", [2.7, "one", "2.7", float("nan"), float("inf"), torch.tensor(2.5), torch.ones(2)])
 def test_a_step_that_is_not_whole_is_named(rank: Rank, step: Any) -> None:
-    expected = re.escape(f"report(step={step!r}): a step must be a whole number")
+    expected = re.escape(f"report(step={step!r}): a step must be an integer")
     with pytest.raises(TypeError, match=f"^{expected}"):
         nblaunch.report(step=step)
     assert rank.records() == []
@@ -261,7 +261,7 @@ def test_the_best_step_is_marked(rank: Rank) -> None:
 
 
 def test_a_mark_without_a_step_or_value_is_named(rank: Rank) -> None:
-    with pytest.raises(TypeError, match=r"^mark_best\(step=2\.5\): a step must be a whole number"):
+    with pytest.raises(TypeError, match=r"^mark_best\(step=2\.5\): a step must be an integer"):
         mark_best("loss", 2.5)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(TypeError, match=r"^mark_best\(value='low'\): a metric must be a number"):
         mark_best("loss", 2, "low")  # type: ignore[arg-type]  # on purpose

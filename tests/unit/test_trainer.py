@@ -236,7 +236,7 @@ def cosine(step: int, steps: int) -> float:
 
 def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
     assert rates_of(tmp_path, 1) == pytest.approx([cosine(step, 4) for step in range(4)])
-    with pytest.warns(UserWarning, match=r"step-4\.pt .* over 12 .* rate of 0 to 0\.75.*progress=False"):
+    with pytest.warns(UserWarning, match=r"step-4\.pt .* to 12 steps.* rate jumps from 0 to 0\.75.*progress=False"):
         rates = rates_of(tmp_path, 3)
     assert rates == pytest.approx([cosine(step, 12) for step in range(4, 12)])
 

@@ -425,7 +425,7 @@ def test_slow_packing_says_what_takes_time() -> None:
         assert view.has_event.wait(20)
     (said,) = view.events
     assert isinstance(said, Preparing)
-    assert said.text.startswith("preparing Cell In[4]: comparing its data with the last launch")
+    assert said.text.startswith("preparing Cell In[4]: comparing its data with the cached data")
     cell = Cell()
     cell.view.on(said)
     assert "nblaunch: preparing Cell In[4]" in cell.text()

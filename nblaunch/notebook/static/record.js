@@ -182,5 +182,5 @@ export class RecordKeeper {
 function ended(html, status) {
   const style = "padding:1px 9px;border:1px solid rgba(128,128,128,0.45);border-radius:10px;font-size:12px";
   const pill = `<b style="${style}">■ ${exitText(status)}</b>`;
-  return html.replace(`${RUNNING} `, "").replace(/<b style="[^"]*">… running<.b>( <span[^>]*>)for /, `${pill}$1after `);
+  return html.replace(`${RUNNING} `, "").replace(/<b style="[^"]*">… Running<.b>( <span[^>]*>)for /, `${pill}$1after `);
 }

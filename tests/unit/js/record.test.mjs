@@ -6,7 +6,7 @@ import { RecordKeeper } from "../../../nblaunch/notebook/static/record.js";
 import { deltaOf, snapshotOf, FakeClock, FakeKernel, FakeModel } from "./helpers.mjs";
 
 const WIDGET = "application/vnd.jupyter.widget-view+json";
-const HEAD = '<div><b style="color:#2f6fe4">… running</b> <span>for 3.0 s</span></div>';
+const HEAD = '<div><b style="color:#2f6fe4">… Running</b> <span>for 3.0 s</span></div>';
 const RUNNING = `<div class="nblaunch-L1 nblaunch-running x">${HEAD}</div>`;
 const FINISHED = '<div class="nblaunch-L1 x">finished</div>';
 globalThis.document = { body: {}, getElementsByClassName: () => [] };
