@@ -71,7 +71,7 @@ def test_without_a_page_the_cell_ends_with_the_record(served: Kernel, tmp_path: 
     go.touch()
     shown = _displayed(served.finish_cell(request).check())
     assert [(kind, WIDGET in bundle) for kind, bundle in shown] == [("display_data", True), ("display_data", False)]
-    assert ["running" in bundle["text/plain"] for _, bundle in shown] == [True, False]
+    assert ["Running" in bundle["text/plain"] for _, bundle in shown] == [True, False]
 
 
 def test_a_page_that_writes_the_record_gets_no_other(served: Kernel, page: Page, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_texts_before_the_panel_are_shown_once(served: Kernel) -> None:
         "display = CellDisplay(get_ipython())\n"
         "for text in ('importing', 'still importing', ''):\n"
         "    display.show({'text/plain': text})\n"
-        "for text in ('Running', 'Finished'):\n"
+        "for text in ('running', 'finished'):\n"
         "    display.show({'text/plain': text, 'text/html': text})"
     ).check()
     assert [(kind, bundle["text/plain"]) for kind, bundle in _displayed(cell)] == [
