@@ -33,7 +33,7 @@ export class FailureView {
   /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
     const { rank, headline, details, where, source, traceback, others } = failure;
-    const parts = [el("div", { class: "nbl-cause", role: "alert", title: headline }, headline)];
+    const parts = [el("div", { class: "nbl-cause", role: "alert" }, headline)];
     if (details) parts.push(el("pre", { class: "nbl-trace" }, details));
     if (where || source) {
       parts.push(
@@ -68,15 +68,10 @@ export class FailureView {
         ),
       );
     }
-    const button =
-      rank >= 0
-        ? el(
-            "button",
-            { type: "button", class: "nbl-link", on_click: () => this.show(rank) },
-            `Show the log of rank ${rank}`,
-          )
-        : null;
-    if (button) parts.push(el("div", { class: "nbl-foot" }, button));
+    if (rank >= 0) {
+      const show = { type: "button", class: "nbl-link", on_click: () => this.show(rank) };
+      parts.push(el("div", { class: "nbl-foot" }, el("button", show, `Show the log of rank ${rank}`)));
+    }
     return parts;
   }
 }
