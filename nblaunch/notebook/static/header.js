@@ -13,13 +13,15 @@ const STATE_WORDS = {
   waiting: "Waiting for you",
   timeout: "Timed out",
   offline: "Not connected",
+  silent: "No response",
 };
 
 /** @param {import("./state.js").PanelState} panel */
 function shownState(panel) {
   const { name, message } = panel.state;
   if (panel.kernel.gone && ACTIVE_STATES.includes(name)) return "gone";
-  if (panel.active && (panel.kernel.isOffline || panel.kernel.silence)) return "offline";
+  if (panel.active && panel.kernel.isOffline) return "offline";
+  if (panel.active && panel.kernel.silence) return "silent";
   if (name === "running" && panel.waiting.length) return "waiting";
   return name === "stopped" && message.startsWith("LaunchTimeoutError") ? "timeout" : name;
 }

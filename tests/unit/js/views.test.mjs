@@ -329,7 +329,8 @@ test("the pill says when a rank waits for the user, and what timed out", (t) => 
   assert.deepEqual(buttons(), [true, true]);
 });
 
-test("the pill says when the page has lost the kernel", (t) => {
+test("the pill says when the page has lost the kernel, or the kernel says nothing", (t) => {
+  t.mock.timers.enable({ apis: ["Date", "setInterval", "setTimeout"] });
   const kernel = new FakeKernel();
   const { delta, view } = opened(t, { hosts: [] }, { kernel });
   const { host } = view();
@@ -339,6 +340,8 @@ test("the pill says when the page has lost the kernel", (t) => {
     return host.one("nbl-pill").textContent;
   };
   assert.deepEqual(["connecting", "connected"].map(pill), ["Not connected", "Running"]);
+  t.mock.timers.tick(60_000);
+  assert.deepEqual(["connected", "connecting"].map(pill), ["No response", "Not connected"]);
   delta({ state: { name: "finished", seconds: 4 } });
   assert.equal(pill("disconnected"), "Finished");
 });
