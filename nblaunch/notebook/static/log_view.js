@@ -59,7 +59,7 @@ export class LogView {
     });
     this.notes = el("div", { class: "nbl-notes", role: "log", "aria-label": "Notes from nblaunch", hidden: true });
     this.path = el("span", { class: "nbl-path" });
-    this.file = el("span", {}, "Logs: ", this.path, " ", this.#copier());
+    this.file = el("span", { title: "stdout: rank*.out, stderr: rank*.err" }, "Logs: ", this.path, " ", this.#copier());
     this.count = el("span", { class: "nbl-lines" });
     this.body = el(
       "div",
@@ -243,7 +243,7 @@ export class LogView {
     if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
     const { log_dir } = panel.state;
     this.file.hidden = !log_dir;
-    setText(this.path, pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.*`); // .out and .err
+    setText(this.path, pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out`);
     const { lines, total } = pane.view;
     const rest = lines.length < total ? ", not all shown" : "";
     setText(this.count, total ? `${total.toLocaleString("en-US")} ${total === 1 ? "line" : "lines"}${rest}` : "");
