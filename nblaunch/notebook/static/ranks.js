@@ -98,9 +98,7 @@ export class RanksView {
         {
           class: "nbl-track",
           role: "progressbar",
-          "aria-label": `rank ${rank}: ${desc || "progress"}`,
           "aria-valuemin": 0,
-          hidden: key.startsWith(FULL),
         },
         fill,
       );
@@ -114,6 +112,8 @@ export class RanksView {
     setText(drawn.name, desc);
     drawn.name.title = desc;
     setText(drawn.text, text);
+    drawn.track.hidden = key.startsWith(FULL) && this.panel.ranks.size <= FEW_RANKS; // many ranks have no text
+    setAttribute(drawn.track, "aria-label", `rank ${rank}: ${desc || "progress"}`);
     setAttribute(drawn.track, "aria-valuenow", share === null ? null : bar.done);
     setAttribute(drawn.track, "aria-valuemax", share === null ? null : bar.total);
     setAttribute(drawn.track, "aria-valuetext", text);
@@ -122,8 +122,9 @@ export class RanksView {
   }
 }
 
-/** Return the bars by key. Full ones of one total become a line of text, such as "epoch 1, 2, 3"; the last one stays a
- * bar while the rank lives, so that the panel keeps its height. Inner ones that a rank has not filled go when it returns.
+/** Return the bars by key. Full ones that differ only in their number become a line of text, such as "epoch 1, 2, 3".
+ * The last bar stays a bar while the rank lives, so that the panel keeps its height. Inner bars that a rank has not filled
+ * go when the rank returns.
  * @param {Bar[]} bars @param {boolean} isOver @param {boolean} lives @returns {Map<string, Bar>} */
 function shownBars(bars, isOver, lives) {
   /** @type {Map<string, Bar>} */
@@ -131,11 +132,11 @@ function shownBars(bars, isOver, lives) {
   for (const bar of bars) {
     const isFull = bar.total !== null && bar.done >= bar.total;
     if (isOver && bar.level && !isFull) continue;
-    const key = isFull && !(lives && bar === bars[bars.length - 1]) ? `${FULL} ${bar.total}` : `bar ${bar.desc}`;
+    const stem = bar.desc.replace(/\S*\d\S*$/, ""); // such as "epoch "
+    const isLine = isFull && !(lives && bar === bars[bars.length - 1]);
+    const key = isLine ? `${FULL} ${bar.level} ${bar.total} ${stem}` : `bar ${bar.desc}`;
     const before = shown.get(key)?.desc;
-    const stem = bar.desc.replace(/\S+$/, ""); // such as "epoch "
-    const added = stem && before?.startsWith(stem) ? bar.desc.slice(stem.length) : bar.desc;
-    shown.set(key, { ...bar, desc: [before, added].filter(Boolean).join(", ") });
+    shown.set(key, { ...bar, desc: before ? `${before}, ${bar.desc.slice(stem.length)}` : bar.desc });
   }
   return shown;
 }

@@ -269,6 +269,13 @@ test("finished bars become one line, and an inner bar that a rank has left goes"
   assert.equal(shown().length, 2);
   delta({ ranks: [[0, "returned"]], progress: inner });
   assert.deepEqual(shown(), ["fit60/60 "]);
+  delta({ progress: [bar("epochs", 3, 3), bar("batch", 3, 3, 1)] });
+  assert.deepEqual(shown(), ["epochs3/3 ", "batch3/3 "]);
+  const parts = ["train epoch 1", "valid epoch 1", "train epoch 2"].map((name) => bar(name, 45));
+  delta({ progress: parts });
+  assert.deepEqual(shown(), ["train epoch 1, 245/45 ", "valid epoch 145/45 "]);
+  delta({ ranks: Array.from({ length: 9 }, (_, rank) => [rank, "returned"]) });
+  assert.deepEqual(shown(), ["train epoch 1, 245/45 a bar", "valid epoch 145/45 a bar"]); // many ranks have no text
 });
 
 test("no grid line strikes through the words of a logarithmic scale", () => {
