@@ -15,11 +15,12 @@ if [ "${1:-}" = --headless ]; then
     exec "$python" "$root/notebooks/headless.py" "$root/notebooks/quickstart.ipynb"
 fi
 
-# Running a notebook changes its file: work on copies, which later runs of this script leave as they are.
+# Running a notebook changes its file: work on copies. Later runs keep the notebooks there, and renew the other files.
 copies=$root/notebooks/copies
 mkdir -p "$copies"
-for file in "$root"/notebooks/*.{ipynb,md,png,py}; do
-    [ -e "$copies/$(basename "$file")" ] || cp "$file" "$copies"
+cp "$root"/notebooks/*.md "$root"/notebooks/*_or_digits.py "$copies"
+for notebook in "$root"/notebooks/*.ipynb; do
+    [ -e "$copies/$(basename "$notebook")" ] || cp "$notebook" "$copies"
 done
 # JupyterLab's question about news would cover the notebook. Only in an environment without settings of its own.
 settings=$("$python" -c 'import sys; print(sys.prefix)')/share/jupyter/lab/settings
@@ -39,7 +40,7 @@ tell_address() {
     "$python" - "$file" 2> /dev/null << 'END' || true
 import json, sys
 server = json.load(open(sys.argv[1]))
-print("\nYou work on copies: delete notebooks/copies to get new ones. Ctrl-C here ends JupyterLab. Open:")
+print("\nYou work in notebooks/copies: delete a notebook there to get a new copy. Ctrl-C here ends JupyterLab. Open:")
 print(f"\n    {server['url']}lab/tree/quickstart.ipynb?token={server['token']}\n", flush=True)
 END
 }

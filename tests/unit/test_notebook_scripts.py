@@ -1,9 +1,12 @@
-"""What notebooks/run.sh and tests/run.sh say while they take long."""
+"""What notebooks/run.sh and tests/run.sh do and say around pip, JupyterLab and the notebooks."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import headless
@@ -47,3 +50,41 @@ def test_each_cell_that_runs_without_a_browser_is_named(tmp_path: Path) -> None:
     assert shown[0::2] == ["[1/3] Train … ", "[2/3] Train … ", "[3/3] Use it … "]
     assert shown[1].endswith(" s\n    hello\n")
     assert shown[3].endswith(" s\n")
+
+
+def test_copies_are_kept_helpers_renewed_and_the_address_last(tmp_path: Path) -> None:
+    notebooks, venv = tmp_path / "notebooks", tmp_path / ".venv"
+    copies = notebooks / "copies"
+    for folder in (copies, venv / "bin"):
+        folder.mkdir(parents=True)
+    for script in ("run.sh", "venv.sh"):
+        shutil.copy(NOTEBOOKS / script, notebooks)
+    for name in ("ddp.ipynb", "quickstart.ipynb", "mnist_or_digits.py", "reference.md", "headless.py"):
+        (notebooks / name).write_text("new")
+    for name in ("quickstart.ipynb", "mnist_or_digits.py", "reference.md"):
+        (copies / name).write_text("edited, or old")
+    (tmp_path / "pyproject.toml").write_text("")
+    (venv / ".nblaunch-lab").write_text(f"# {tmp_path}\n")
+    (venv / "bin/python").write_text(
+        f"""#!/bin/bash
+        case "$*" in
+            "-m jupyter --runtime-dir") echo {tmp_path} ;;
+            "-m jupyterlab "*)
+                echo "the log" >&2
+                echo '{{"url": "http://localhost:8888/", "token": "abc"}}' > {tmp_path}/jpserver-$$.json ;;
+            "- "*) exec {sys.executable} "$@" ;;
+        esac"""
+    )
+    (venv / "bin/sleep").symlink_to(shutil.which("true") or "")
+    (venv / "bin/python").chmod(0o700)
+    env = {**os.environ, "NBLAUNCH_VENV": str(venv), "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", notebooks / "run.sh"], env=env, stderr=subprocess.PIPE, text=True, check=True)
+    assert {path.name: path.read_text() for path in copies.iterdir()} == {
+        "ddp.ipynb": "new",
+        "quickstart.ipynb": "edited, or old",
+        "mnist_or_digits.py": "new",
+        "reference.md": "new",
+    }
+    lines = done.stderr.split()
+    assert "log" in lines
+    assert lines[-1] == "http://localhost:8888/lab/tree/quickstart.ipynb?token=abc"
