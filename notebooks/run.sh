@@ -22,12 +22,8 @@ cp "$root"/notebooks/*.md "$root"/notebooks/*_or_digits.py "$copies"
 for notebook in "$root"/notebooks/*.ipynb; do
     [ -e "$copies/$(basename "$notebook")" ] || cp "$notebook" "$copies"
 done
-# JupyterLab's question about news would cover the notebook. Only in an environment without settings of its own.
-settings=$("$python" -c 'import sys; print(sys.prefix)')/share/jupyter/lab/settings
-if [ ! -e "$settings" ]; then
-    mkdir -p "$settings"
-    echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' > "$settings/overrides.json"
-fi
+# notebooks/labconfig answers JupyterLab's question about news, which would cover the notebook.
+export JUPYTER_CONFIG_PATH=${JUPYTER_CONFIG_PATH:+$JUPYTER_CONFIG_PATH:}$root/notebooks
 
 options=(--ServerApp.root_dir="$copies" --LabApp.default_url=/lab/tree/quickstart.ipynb)
 if [ "$(id -u)" -eq 0 ]; then options+=(--allow-root); fi  # Jupyter refuses root otherwise
