@@ -165,8 +165,7 @@ def notebook_launcher(
 def preload(modules: Sequence[str]) -> None:
     """Import modules in the background, so that the ranks of later launches start with them.
 
-    Well-known packages that the notebook has imported are always preloaded. Nodes that are still reserved preload
-    the modules, too.
+    Nodes that are still reserved import them, too.
 
     Args:
         modules: Their names, such as ``("torchvision.transforms",)``.

@@ -378,8 +378,7 @@ def _auto(shell: Any, state: str) -> str:
 
 def help_text() -> str:
     """Return an example and every command."""
-    commands = [f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values()]
-    return "\n".join([_ABOUT, *commands])
+    return "\n".join([_ABOUT, *(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())])
 
 
 def show(text: str) -> None:
