@@ -1,4 +1,4 @@
-"""nblaunch: run distributed PyTorch from a Jupyter notebook, on every GPU, on CPU processes, or on a cluster.
+"""Run distributed PyTorch from a Jupyter notebook: on every GPU, on CPU processes, or on a cluster.
 
     %load_ext nblaunch
     from nblaunch import notebook_launcher, report

@@ -81,10 +81,10 @@ def notebook_launcher(
 
     Args:
         function: The function to run on every rank.
-        args: Its positional arguments. Leave out the parameters that are filled in. `device` may be given, and a
-            `world_size` that is the number of ranks, as in ``mp.spawn(train, args=(world_size,))``.
-        num_processes: The number of ranks on each node. Default: one per visible GPU; without a GPU 2, or 1 on each
-            of several nodes.
+        args: Its positional arguments. Leave out the parameters that are filled in. Two of them may be given:
+            `device`, and `world_size` if it is the number of ranks, as for ``mp.spawn(train, args=(world_size,))``.
+        num_processes: The number of ranks on each node. Default: one per visible GPU; without GPUs, 2, or 1 per
+            node on several nodes.
         mixed_precision: The default precision of an ``Accelerator`` that the function creates, accelerate's or
             nblaunch's: ``"no"`` (default), ``"fp16"``, ``"bf16"``, or for accelerate ``"fp8"``.
         kwargs: Keyword arguments of the function.
@@ -107,7 +107,7 @@ def notebook_launcher(
             forkserver on Linux, spawn elsewhere.
         threads_per_rank: The number of CPU threads of each rank. Default: ``OMP_NUM_THREADS``, or the usable CPUs
             divided by the number of ranks on the node.
-        env: Environment variables for the ranks, in addition to the notebook's. If torch reads one of them at import
+        env: Additional environment variables for the ranks, on all nodes. If torch reads one of them at import
             (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes 1 to 3 s.
         preload: Modules of installed packages to import before later launches, on the machines where the ranks run.
             Well-known packages that the notebook has imported are always preloaded.
@@ -115,13 +115,13 @@ def notebook_launcher(
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
             `nblaunch.report`: a string, a compiled pattern, or a list of them. Each named group is a metric, as in
-            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The kernel searches the lines
-            that the view reads, so a slow pattern slows down the notebook. Of a burst of lines, and of a line of more
-            than 4,000 characters, only the beginning and the end are searched.
+            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The kernel searches the lines,
+            so a slow pattern slows down the notebook. In a burst of lines, and in a line of more than 4,000 characters,
+            it searches only the beginning and the end.
         stop_grace: Seconds that interrupted ranks have for ``finally`` blocks and checkpoints before they are killed.
         max_restarts: How many times to restart all ranks after a failure.
-        on_error: ``"debug"``: a rank that raises an exception opens the debugger in the cell, while the others wait.
-            Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
+        on_error: ``"debug"``: a rank that raises an exception opens the debugger in the cell. The others run on until
+            they wait for it. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
         on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill or in a background launch with
             ``view="none"``: ``"continue"`` (default) prints its location and goes on, ``"fail"`` raises RuntimeError.
         checks: Have torch compare the collectives of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Calls that do not

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nblaunch.engines.protocol import Log
@@ -346,11 +347,8 @@ def describe(error: BaseException, account: Account | None) -> Failure:
     rank = getattr(error, "rank", -1)
     traceback = error.__cause__.args[0].partition("\n")[2] if isinstance(error.__cause__, RankTraceback) else ""
     where, source = _users_line(traceback)
-    log = getattr(error, "log", None)  # our own errors have it
-    if log is None and account is not None:
-        log = account.files.err(rank) if rank >= 0 else account.files.directory
     others = tuple(_others(rank, account)) if account is not None else ()
-    said = headline_of(type(error).__name__, _without_logs(error, account))
+    said = headline_of(type(error).__name__, _without_logs(error, None if account is None else account.files.directory))
     is_whole = isinstance(error, RankError) and error.rank >= 0  # it names the rank and what happened
     return Failure(
         rank,
@@ -415,18 +413,18 @@ def attach(results: Mapping[int, Any], error: Any, files: object = None) -> None
             error.results = dict(results)
 
 
-def summary(error: BaseException, account: Account | None = None) -> str:
+def summary(error: BaseException, logs: Path | None = None) -> str:
+    """Return an error as one sentence, without the path in the directory `logs` at its end."""
     rank = getattr(error, "rank", -1)
-    said = headline_of(type(error).__name__, _without_logs(error, account))
+    said = headline_of(type(error).__name__, _without_logs(error, logs))
     return f"{f'rank {rank}: ' if rank >= 0 else ''}{said}"
 
 
-def _without_logs(error: BaseException, account: Account | None) -> str:
-    """Return the message without the path of the logs at its end: views show it."""
+def _without_logs(error: BaseException, logs: Path | None) -> str:
     text = text_of(error)
-    if account is None or not isinstance(error, NblaunchError):
+    if logs is None or not isinstance(error, NblaunchError):
         return text
-    return re.sub(rf"\s*Logs?(?: so far)?: {re.escape(str(account.files.directory))}\S*\s*$", "", text)
+    return re.sub(rf"\s*Logs?(?: so far)?: {re.escape(str(logs))}\S*\s*$", "", text)
 
 
 # ------------------------------------------------------------------ headlines

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch.engines.protocol import Engine, GivenUpError
@@ -325,7 +326,7 @@ class Launch:
                 self._view.on(Note(f"{failures.summary(error)}: {restarting}"))
                 return True
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
-            self._view.on(Ended(self._outcome(state, error)))
+            self._view.on(Ended(self._outcome(state, error, files.directory)))
             return False
         finally:
             files.close()
@@ -337,12 +338,12 @@ class Launch:
         only = function.ranks if isinstance(function, Cell) else None
         return LaunchInfo(*shown, is_session=self.keeps_ranks, hosts=plan.hosts, only=only)
 
-    def _outcome(self, state: State, error: BaseException | None) -> Outcome:
+    def _outcome(self, state: State, error: BaseException | None, logs: Path | None = None) -> Outcome:
         seconds = time.monotonic() - self._begin
         if error is None:
             return Outcome(state, seconds, "")
         failure = failures.describe(error, self._account) if state == "failed" else None
-        return Outcome(state, seconds, failures.summary(error, self._account), failure)
+        return Outcome(state, seconds, failures.summary(error, logs), failure)  # views show the path
 
     # -------------------------------------------------------------- results
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:

@@ -104,7 +104,7 @@ class Options:
         takers="session script",
         flags=("-n", "--num-processes"),
         parsing={"type": int},
-        help="ranks per node; default: one per visible GPU; without a GPU 2, or 1 on each of several nodes",
+        help="ranks per node; default: one per visible GPU; without GPUs, 2, or 1 per node on several nodes",
     )
     num_nodes: int | None = _option(
         check=_at_least(1),
@@ -130,7 +130,8 @@ class Options:
     backend: str | None = _option(
         takers="session script",
         choices=BACKENDS,
-        help=f"process group backend, one of {', '.join(BACKENDS)}; default: gloo; on GPUs nccl, gloo for CPU tensors",
+        help=f"process group backend, one of {', '.join(BACKENDS)}; default: gloo; on GPUs, nccl for GPU tensors and "
+        "gloo for CPU tensors",
     )
     start_method: str = _option(
         default="auto",

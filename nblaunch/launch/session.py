@@ -485,8 +485,7 @@ def session(
     While a session is active, ``%%distributed`` cells run in it.
 
     Args:
-        num_processes: The number of ranks per node. Default: one per visible GPU; without a GPU 2, or 1 on each of
-            several nodes.
+        num_processes: The number of ranks per node. Default: as for `nblaunch.notebook_launcher`.
         name: The name of the session; several sessions can run at once. Default: ``"main"``. If a session of this name
             is running and was started with the same arguments, it is returned.
         idle_timeout: Stop the session after this many seconds without a task. Default: None, never.

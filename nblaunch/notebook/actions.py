@@ -181,7 +181,7 @@ def run(shell: Any, words: Sequence[str]) -> str:
 # ------------------------------------------------------------------ launches
 @command("status")
 def _status(shell: Any) -> str:
-    """List live launches, sessions, the fork server, and nodes."""
+    """List live launches, sessions, the fork server, nodes, and the cached data."""
     kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
     sessions = [session.status() for session in live_sessions.live_sessions().values()]
     return "\n".join([*map(repr, live_launches()), *sessions, *current.status(), *[kept][: sent_data_cache.size]])
@@ -377,7 +377,6 @@ def _auto(shell: Any, state: str) -> str:
 
 
 def help_text() -> str:
-    """Return an example and every command."""
     return "\n".join([_ABOUT, *(f"{parser.usage_line}\n    {parser.description}" for parser, _ in COMMANDS.values())])
 
 

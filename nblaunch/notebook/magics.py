@@ -56,7 +56,9 @@ _OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "fresh": arguments("--fresh", action="store_true", help="start new ranks for this cell, even if a session exists"),
     "ranks": arguments(
-        "--ranks", type=ranks, help="run only on these ranks, as in 0,2; the others join the group and return None"
+        "--ranks",
+        type=ranks,
+        help="run only on these ranks, as in 0,2; the others return None, but belong to the process group",
     ),
     "export": arguments(
         "--export", metavar="FILE", help="write a torchrun script instead of running the cell; see nblaunch.export?"

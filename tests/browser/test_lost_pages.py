@@ -53,7 +53,7 @@ def test_a_lost_connection_leaves_a_whole_panel_and_record(lab: Lab) -> None:
     eventually((lab.folder / "lost.done").exists)
     lab.panel.get_by_text("No message from the kernel for").wait_for()
     keep_picture(lab.page, "panel-no-news.png")
-    assert lab.state() == "not connected"
+    assert lab.state() == "no response"
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.reconnect()")
     _is_whole(lab)
     eventually(lambda: any("Finished in" in output.data["text/plain"] for output in _outputs(lab)))

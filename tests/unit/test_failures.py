@@ -79,7 +79,7 @@ def test_the_path_of_the_logs_is_not_said_again() -> None:
         failure = describe(error, account)
         assert failure.message.endswith("see the Logs: a.")
         assert failure.details == ""
-        assert summary(error, account).endswith("see the Logs: a.")
+        assert summary(error, Path("/logs")).endswith("see the Logs: a.")
 
 
 def test_without_a_cell_it_is_the_users_own_file() -> None:
