@@ -22,7 +22,7 @@ cp "$root"/notebooks/*.md "$root"/notebooks/*_or_digits.py "$copies"
 for notebook in "$root"/notebooks/*.ipynb; do
     [ -e "$copies/$(basename "$notebook")" ] || cp "$notebook" "$copies"
 done
-# notebooks/labconfig answers JupyterLab's question about news, which would cover the notebook.
+# notebooks/labconfig answers JupyterLab's question about news, which would cover the notebook, and shows .md as pages.
 export JUPYTER_CONFIG_PATH=${JUPYTER_CONFIG_PATH:+$JUPYTER_CONFIG_PATH:}$root/notebooks
 
 options=(--ServerApp.root_dir="$copies" --LabApp.default_url=/lab/tree/quickstart.ipynb)
@@ -36,7 +36,7 @@ tell_address() {
     "$python" - "$file" 2> /dev/null << 'END' || true
 import json, sys
 server = json.load(open(sys.argv[1]))
-print("\nYou work in notebooks/copies: delete a notebook there to get a new copy. Ctrl-C here ends JupyterLab. Open:")
+print("\nYou work in notebooks/copies: delete a notebook there to get a new copy. Ctrl-C twice ends JupyterLab. Open:")
 print(f"\n    {server['url']}lab/tree/quickstart.ipynb?token={server['token']}\n", flush=True)
 END
 }

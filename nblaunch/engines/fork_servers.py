@@ -422,7 +422,7 @@ class Servers:
             with self._lock:
                 server = self._server(where)
             if server.is_importing():
-                why = "first launch with this env="
+                why = "first launch with these environment variables"
                 if where.read_at_import == Where.here().read_at_import:
                     why = "first launch" if not self._last else "the fork server starts again"
                 show(f"importing torch ({why}) …")

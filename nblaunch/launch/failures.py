@@ -358,7 +358,7 @@ def describe(error: BaseException, account: Account | None) -> Failure:
         source,
         traceback.rstrip(),
         others,
-        "" if said.details in traceback else said.details,
+        "" if said.details in traceback else said.details.removeprefix(said.text).lstrip(". "),
     )
 
 

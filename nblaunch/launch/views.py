@@ -106,7 +106,7 @@ class Failure:
     others: tuple[str, ...]
     """A line for each other rank that failed later."""
     details: str = ""
-    """The whole message, if neither `message` nor `traceback` says it."""
+    """The rest of the message, or all of it, if neither `message` nor `traceback` has it."""
 
     @property
     def headline(self) -> str:

@@ -225,7 +225,7 @@ def _notice(colour: str, content: str) -> str:
 
 
 def _failure(failure: Failure) -> str:
-    parts = [f'<b style="font-size:15px;color:{FAILED_COLOUR}">{_text(failure.headline, 300)}</b>']
+    parts = [f'<div style="font-size:15px;color:{FAILED_COLOUR}"><b>{_text(failure.headline, 300)}</b></div>']
     if failure.details.strip():
         parts.append(f'<pre style="{PRE}">{_text(failure.details, 2000)}</pre>')
     if failure.where:

@@ -84,9 +84,8 @@ class Namespace(pickling.Home):
         replaced: list[str] = []
         bound: list[str] = []
         for name, sent in names.items():
-            before = self._digests.get(name)
+            has_changed = self._digests.get(name) != sent.digest
             self._digests[name] = sent.digest
-            has_changed = before not in (b"", sent.digest)  # b"": pushed, or the rank's own before a restart
             if name in own:
                 kept += [name] * (has_changed and self.names[name] is not sent.value)  # as an imported module is
             elif has_changed or sent.is_forced or name not in self.names:

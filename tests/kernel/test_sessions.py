@@ -358,6 +358,18 @@ def test_the_last_value_is_shown_and_stays_in_the_rank(kernel: Kernel) -> None:
     assert "unlocked" not in kernel.run("%%distributed\nlock;").check().text
 
 
+def test_a_value_that_the_notebook_has_set_after_a_push_is_not_said_to_be_sent(kernel: Kernel) -> None:
+    kernel.run("s.push(first=1)").check()
+    kernel.run("first = 99").check()
+    cell = kernel.run("%%distributed -o firsts\nfirst").check()
+    assert "first: this cell used the ranks' own value, not the notebook's. session.push(first=first)" in cell.text
+    assert "sent: first" not in cell.text
+    assert "first" not in kernel.run("%%distributed -o firsts\nfirst").check().text  # said once
+    kernel.run("s.push(first=first)").check()
+    kernel.run("%%distributed -o firsts\nfirst").check()
+    assert kernel.ask("list(firsts)") == [99, 99]
+
+
 def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     kernel.run("s.push(pushed=torch.arange(3))").check()
     assert kernel.ask("[t.tolist() for t in s.pull('pushed')]") == [[0, 1, 2]] * 2

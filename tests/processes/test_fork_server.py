@@ -149,7 +149,8 @@ def test_a_launch_says_that_it_waits_for_an_import_of_torch(own: Servers) -> Non
     elsewhere = Where({**os.environ, "PYTHONHASHSEED": "1"}, os.sep, ("PYTHONHASHSEED",))
     for where in (None, None, elsewhere, elsewhere):
         own.usable("forkserver", where, shown.append)
-    assert shown == ["importing torch (first launch) …", "importing torch (first launch with this env=) …"]
+    reasons = ("first launch", "first launch with these environment variables")
+    assert shown == [f"importing torch ({reason}) …" for reason in reasons]
     own.stop()
     own.usable("spawn", None, shown.append)  # its ranks import torch themselves
     assert len(shown) == 2
