@@ -76,8 +76,7 @@ def notebook_launcher(
     initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in. The output
     of the ranks appears live under the cell. Ranks work on copies of the notebook's data: return what you need.
 
-    Most launches need only `num_processes`, `kwargs`, `device`, `timeout` and `block`. The other options follow by
-    topic: where ranks run, what is shown, and failing and stopping.
+    Most launches need only `num_processes`, `kwargs`, `device`, `timeout` and `block`.
 
     Args:
         function: The function to run on every rank.
@@ -163,9 +162,7 @@ def notebook_launcher(
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import modules in the background, so that the ranks of later launches start with them.
-
-    Nodes that are still reserved import them, too.
+    """Import modules in the background for the ranks of later launches, also on nodes that are still reserved.
 
     Args:
         modules: Their names, such as ``("torchvision.transforms",)``.

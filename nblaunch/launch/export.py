@@ -79,8 +79,7 @@ def export(
     value, such as a model or a dataset, is an error: create it in the function, or load it from a file. Attributes set
     on a class or function after its definition are omitted. So is the notebook's random state: seed in the function.
 
-    The script needs nblaunch only if your code uses it. It prints and saves nothing itself, and drops the return value:
-    save your results in the function.
+    The script needs nblaunch only if your code uses it. It drops the return value: save results in the function.
 
     Args:
         function: A function defined in a cell or a module.

@@ -5,12 +5,13 @@ Pure: reads what each rank sent, and how its process exited.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nblaunch.launch.group import RankEnd
-from nblaunch.launch.stopping import ByUser, Ladder, TimedOut
+from nblaunch.launch.stopping import ByUser, Ladder, PeerFailed, TimedOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,13 @@ def _primary(end: RankEnd, ladder: Ladder | None) -> Cause | None:
         if end.failed.collective or _by_our_hand(end, end.failed.time_ns, ladder):
             return None
         return Cause(end.failed.kind, end.rank, end.failed.time_ns, end)
-    if end.done is not None or end.exited is None or _by_our_hand(end, end.exited.time_ns, ladder):
+    if end.done is not None or end.exited is None:
         return None
-    return Cause("died", end.rank, end.exited.time_ns, end)
+    if ladder is not None and isinstance(ladder.reason, PeerFailed):  # its exit is seen after its peers' errors
+        is_ours = end.rank in ladder.killed or end.exited.returncode == -signal.SIGINT
+    else:
+        is_ours = _by_our_hand(end, end.exited.time_ns, ladder)
+    return None if is_ours else Cause("died", end.rank, end.exited.time_ns, end)
 
 
 def _by_our_hand(end: RankEnd, time_ns: int, ladder: Ladder | None) -> bool:

@@ -128,6 +128,12 @@ def headline(verdict: Verdict) -> tuple[str, str, int]:
             id="an echo that nothing explains",
         ),
         pytest.param(
+            [echoed(4.8), died(5.4, -signal.SIGBUS)],
+            stopping(5.0, PeerFailed(), interrupted=(1,)),
+            ("failed", "died", 1),
+            id="a death that is seen after its echo",
+        ),
+        pytest.param(
             [raised(4.9), raised(5.1, "interrupt")],
             stopping(5.0),
             ("failed", "exception", 0),
