@@ -20,6 +20,7 @@ from nblaunch.notebook.charts import (
     Summary,
     colour_of,
     data_uri,
+    has_line,
     line_chart,
     line_of,
     summarise,
@@ -143,15 +144,15 @@ class Comparison:
         }
 
     def _card(self, name: str) -> str:
-        """Return the chart of a metric; empty if no run has two steps of it."""
+        """Return the chart of a metric; empty if no run has two steps of it, or all runs have one value."""
         runs = [
             (label, colour_of(number), self._points[label], summaries[name])
             for number, (label, summaries) in enumerate(self._summaries.items())
             if name in summaries
         ]
-        if not any(len(summary.mean) > 1 for _, _, _, summary in runs):
-            return ""
         drawn = [Line(line_of(points, summary), Stroke(colour), summary.ring) for _, colour, points, summary in runs]
+        if not has_line({name: {at: line.points for at, line in enumerate(drawn)}}, [runs[0][3]]):
+            return ""
         chart = line_chart(
             {},
             (),

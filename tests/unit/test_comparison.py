@@ -69,6 +69,15 @@ def test_the_table_has_last_and_best_values_and_differences() -> None:
     ]
 
 
+def test_a_constant_has_a_chart_if_it_differs_between_runs() -> None:
+    runs = [
+        result_with(*(Report(0, float(step), step, {"lr": lr, "seed": 1.0, "bad": math.nan}) for step in range(2)))
+        for lr in (1e-3, 3e-3)
+    ]
+    images = Images(compare(*runs)._repr_mimebundle_()["text/html"])
+    assert images.alts == ["chart of lr: train 1e-3, train 2 3e-3"]
+
+
 def test_each_metric_has_a_chart_with_a_line_for_each_run() -> None:
     bundle = compare(result_of(0.5, best=50), result_of(0.25))._repr_mimebundle_()
     images = Images(bundle["text/html"])
