@@ -72,7 +72,7 @@ class LineParser(MagicArgumentParser):
         return " ".join(self.format_usage().removeprefix("::").split())
 
 
-def arguments(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+def argument(*flags: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Return the arguments of one call of ``add_argument``."""
     return flags, settings
 
@@ -150,14 +150,14 @@ def command(
     return register
 
 
-_NAME = arguments("--name", "--session", dest="name", help="the session; default: the most recently used one")
+_NAME = argument("--name", "--session", dest="name", help="the session; default: the most recently used one")
 _ABOUT = """\
 Control launches and sessions. (%%distributed, with two %, runs a cell on every rank.)
 
     %distributed session -n 2 -o s   # start ranks that keep running, with their variables
     %distributed session stop        # end them
 """
-_RANK = arguments("--rank", type=ranks, action="extend", help="restart only this rank, or several, as in --rank 0,2")
+_RANK = argument("--rank", type=ranks, action="extend", help="restart only this rank, or several, as in --rank 0,2")
 
 
 def command_of(words: Sequence[str]) -> str:
@@ -240,7 +240,7 @@ def _clear_cache(shell: Any) -> str:
     return f"freed {in_words(sent_data_cache.free())}"
 
 
-@command("preload", arguments("modules", nargs="+", metavar="NAME", help="a module, such as torchvision.transforms"))
+@command("preload", argument("modules", nargs="+", metavar="NAME", help="a module, such as torchvision.transforms"))
 def _preload(shell: Any, modules: list[str]) -> str:
     """Import modules in advance, so that later launches start faster."""
     try:
@@ -290,8 +290,8 @@ def _running(name: str | None) -> Session:
     return found
 
 
-_OUTPUT = arguments("-o", "--output", type=python_name, metavar="NAME", help="store the session in this variable")
-_IDLE = arguments("--idle-timeout", type=float, metavar="SECONDS", help="stop after this long without a task")
+_OUTPUT = argument("-o", "--output", type=python_name, metavar="NAME", help="store the session in this variable")
+_IDLE = argument("--idle-timeout", type=float, metavar="SECONDS", help="stop after this long without a task")
 
 
 @command("session", _NAME, _IDLE, _OUTPUT, options=taken_by("session"))
@@ -313,7 +313,7 @@ def _session_status(shell: Any, name: str | None = None) -> str:
     return found.status() + (f"\nother sessions: {others} (--name chooses one)" if others else "")
 
 
-_KEEP = arguments("--keep", action="store_true", help="copy the variables of the old ranks to the new ones")
+_KEEP = argument("--keep", action="store_true", help="copy the variables of the old ranks to the new ones")
 
 
 @command("session restart", _NAME, _RANK, _KEEP)
@@ -351,7 +351,7 @@ def _who(shell: Any, name: str | None = None) -> str:
     return "\n".join(lines)
 
 
-@command("debug", _NAME, arguments("--rank", type=int, help="the rank to debug; default: the first that failed"))
+@command("debug", _NAME, argument("--rank", type=int, help="the rank to debug; default: the first that failed"))
 def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
     """Debug a background launch that waits in the debugger, else the last error in a session."""
     waiting = [each for each in live_launches() if each.console.stopped]
@@ -364,7 +364,7 @@ def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
     return ""
 
 
-@command("auto", arguments("state", choices=("on", "off")))
+@command("auto", argument("state", choices=("on", "off")))
 def _auto(shell: Any, state: str) -> str:
     """Run every cell in the session (on), or in the notebook (off). %%local runs one cell in the notebook."""
     if state == "on":

@@ -19,7 +19,7 @@ from nblaunch.notebook import actions
 from nblaunch.notebook.actions import (
     COMMANDS,
     LineParser,
-    arguments,
+    argument,
     check_ranks,
     chosen_session,
     in_flags,
@@ -45,28 +45,27 @@ Run the cell on every rank. It can use the notebook's variables, and rank, world
 Each rank returns the value of the last expression. Variables that the cell assigns exist only in the ranks.
 """
 _OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "output": arguments(
-        *("-o", "--output"),
+    "output": argument(
+        "-o",
+        "--output",
         type=python_name,
         metavar="NAME",
         help="store the result: NAME[1] is rank 1's return value; default: display all return values",
     ),
-    "session": arguments(
-        "--session", metavar="NAME", help="run in this session; default: the most recently used one, if any"
-    ),
-    "fresh": arguments("--fresh", action="store_true", help="start new ranks for this cell, even if a session exists"),
-    "ranks": arguments(
+    "session": argument("--session", metavar="NAME", help="run in this session; default: the most recently used one"),
+    "fresh": argument("--fresh", action="store_true", help="start new ranks for this cell, even if a session exists"),
+    "ranks": argument(
         "--ranks",
         type=ranks,
         help="run only on these ranks, as in 0,2; the others return None, but belong to the process group",
     ),
-    "export": arguments(
+    "export": argument(
         "--export", metavar="FILE", help="write a torchrun script instead of running the cell; see nblaunch.export?"
     ),
-    "sbatch": arguments(
+    "sbatch": argument(
         "--sbatch", action="store_true", help="with --export: also write a job script for --engine 'slurm ...'"
     ),
-    "force": arguments("--force", action="store_true", help="with --export: overwrite existing files"),
+    "force": argument("--force", action="store_true", help="with --export: overwrite existing files"),
 }
 """Options of cells alone."""
 _GROUPS = {
