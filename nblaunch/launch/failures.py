@@ -348,7 +348,7 @@ def describe(error: BaseException, account: Account | None) -> Failure:
     traceback = error.__cause__.args[0].partition("\n")[2] if isinstance(error.__cause__, RankTraceback) else ""
     where, source = _users_line(traceback)
     others = tuple(_others(rank, account)) if account is not None else ()
-    said = headline_of(type(error).__name__, _without_logs(error, None if account is None else account.files.directory))
+    said = _headline(error, None if account is None else account.files.directory)
     is_whole = isinstance(error, RankError) and error.rank >= 0  # it names the rank and what happened
     return Failure(
         rank,
@@ -416,15 +416,14 @@ def attach(results: Mapping[int, Any], error: Any, files: object = None) -> None
 def summary(error: BaseException, logs: Path | None = None) -> str:
     """Return an error as one sentence, without the path in the directory `logs` at its end."""
     rank = getattr(error, "rank", -1)
-    said = headline_of(type(error).__name__, _without_logs(error, logs))
-    return f"{f'rank {rank}: ' if rank >= 0 else ''}{said}"
+    return f"{f'rank {rank}: ' if rank >= 0 else ''}{_headline(error, logs)}"
 
 
-def _without_logs(error: BaseException, logs: Path | None) -> str:
+def _headline(error: BaseException, logs: Path | None) -> Headline:
     text = text_of(error)
-    if logs is None or not isinstance(error, NblaunchError):
-        return text
-    return re.sub(rf"\s*Logs?(?: so far)?: {re.escape(str(logs))}\S*\s*$", "", text)
+    if logs is not None and isinstance(error, NblaunchError):
+        text = re.sub(rf"\s*Logs?(?: so far)?: {re.escape(str(logs))}\S*\s*$", "", text)
+    return headline_of(type(error).__name__, text)
 
 
 # ------------------------------------------------------------------ headlines
