@@ -23,11 +23,13 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
+    from nblaunch.launch.attached import attach
     from nblaunch.launch.export import export
     from nblaunch.launch.handle import Launch
     from nblaunch.launch.result import LaunchResult
     from nblaunch.launch.session import Session, session
     from nblaunch.notebook.comparison import compare
+    from nblaunch.notebook.run_table import runs, show
     from nblaunch.ranks.report import progress, report
     from nblaunch.training.accelerator import Accelerator
 
@@ -38,12 +40,15 @@ __all__ = [
     "LaunchResult",
     "Session",
     "__version__",
+    "attach",
     "compare",
     "export",
     "notebook_launcher",
     "progress",
     "report",
+    "runs",
     "session",
+    "show",
 ]
 
 _ROOMS = {
@@ -51,12 +56,15 @@ _ROOMS = {
     "Launch": "nblaunch.launch.handle",
     "LaunchResult": "nblaunch.launch.result",
     "Session": "nblaunch.launch.session",
+    "attach": "nblaunch.launch.attached",
     "compare": "nblaunch.notebook.comparison",
     "export": "nblaunch.launch.export",
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",
+    "runs": "nblaunch.notebook.run_table",
     "session": "nblaunch.launch.session",
+    "show": "nblaunch.notebook.run_table",
 }
 
 
@@ -66,8 +74,8 @@ def __getattr__(name: str) -> _typing.Any:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
     from importlib import import_module
 
-    if name in ("export", "notebook_launcher", "session"):
-        _set_up_notebook(starts_ranks=name != "export")
+    if name in ("attach", "export", "notebook_launcher", "session", "show"):
+        _set_up_notebook(starts_ranks=name in ("notebook_launcher", "session"))
     return globals().setdefault(name, getattr(import_module(_ROOMS[name]), name))
 
 

@@ -7,10 +7,12 @@ import importlib
 import os
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
+from nblaunch.engines.rank_files import LeftFiles
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import arguments
 
@@ -125,6 +127,11 @@ def release() -> list[str]:
         _held.popitem()[1].stop()
     atexit.unregister(release)
     return lines
+
+
+def files_of(rank: int, log_dir: Path) -> LeftFiles:
+    """Return what a rank has written to a log directory of this machine, on whichever machine it runs."""
+    return LeftFiles(rank, log_dir)
 
 
 def stop() -> None:

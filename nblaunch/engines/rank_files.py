@@ -10,6 +10,7 @@ from pathlib import Path
 from nblaunch.engines.protocol import Stream
 from nblaunch.wire.display_records import SUFFIXES
 from nblaunch.wire.launch_files import BEGIN, WHOLE, DumpHead, output_file, rank_file
+from nblaunch.wire.tables import Dropped
 
 MAX_DUMP_BYTES = 1 << 20
 """Room for 100 threads of 100 frames, faulthandler's own limits."""
@@ -60,6 +61,13 @@ class RankFiles:
 
     def output(self, key: str, mime: str) -> Path:
         return output_file(self.log_dir, self.rank, key, SUFFIXES[mime])
+
+
+class LeftFiles(RankFiles):
+    """The files of a rank that another process supervises, which notes what they lack."""
+
+    def dropped(self) -> Dropped:
+        return Dropped()
 
 
 class StackFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,17 +12,19 @@ from typing import Any
 from nblaunch.engines import current
 from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, warn
 from nblaunch.launch import payload as payloads
+from nblaunch.launch.attached import AttachedLaunch, RunOrder, start_run
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import Launch
+from nblaunch.launch.handle import Launch, OwnLaunch
 from nblaunch.launch.machines import planned, with_usable_method
 from nblaunch.launch.options import TABLE, Options
-from nblaunch.launch.plan import make_plan
+from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views import preparing
 from nblaunch.machine.arguments import named_arguments
+from nblaunch.machine.inventory import this_process
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import RANK
-from nblaunch.wire.messages import Payload
+from nblaunch.wire.messages import Cell, Payload
 
 _IGNORED: dict[str, tuple[Any, str]] = {
     "node_rank": (0, "the ranks of every node are started from this notebook"),
@@ -55,6 +58,7 @@ def notebook_launcher(
     threads_per_rank: int | None = None,
     env: Mapping[str, str] | None = None,
     preload: str | Sequence[str] | None = None,
+    detach: str | bool | None = None,
     view: str = "auto",
     metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
     stop_grace: float = 30.0,
@@ -110,6 +114,9 @@ def notebook_launcher(
             (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes 1 to 3 s.
         preload: Modules of installed packages to import before later launches, on the machines where the ranks run.
             Well-known packages that the notebook has imported are always preloaded.
+        detach: A name, or True for the function's name and the time: run in a process of its own, which goes on without
+            this kernel. The call returns a `Launch` at once. `nblaunch.attach` shows the run in any notebook of this
+            machine, and has its result, until ``python -m nblaunch rm NAME`` removes it. Default: None.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
@@ -123,6 +130,7 @@ def notebook_launcher(
             they wait for it. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
         on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill or in a background launch with
             ``view="none"``: ``"continue"`` (default) prints its location and goes on, ``"fail"`` raises RuntimeError.
+            ``"wait"``, for detached runs, waits until someone attaches and calls ``wait()``.
         checks: Have torch compare the collectives of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Calls that do not
             match fail at once, and the error names both. Each collective takes some 8 ms more. torch 2.14 crashes with
             this option in DistributedDataParallel on gloo.
@@ -130,7 +138,8 @@ def notebook_launcher(
             ignored, with a warning if the value is not the default; ``node_rank`` must be 0.
 
     Returns:
-        A `LaunchResult`, where ``result[rank]`` is the return value of a rank; with ``block=False`` a `Launch`.
+        A `LaunchResult`, where ``result[rank]`` is the return value of a rank; with ``block=False`` or `detach` a
+        `Launch`.
 
     Raises:
         ArgumentError: An argument is invalid. Nothing was started.
@@ -154,7 +163,10 @@ def notebook_launcher(
             raise ArgumentError(f"node_rank={value!r}: must be 0, because {why}")
         if str(value) != str(default):
             warn(f"{name}={value!r} is ignored: {why}")
-    launch = prepare(lambda world_size: payloads.for_function(function, args, kwargs, world_size), options)
+    gather = partial(payloads.for_function, function, args, kwargs)
+    if options.detach:
+        return detached(gather, options)
+    launch = prepare(gather, options)
     if options.block:
         return launch.join()
     launch.begin()
@@ -178,7 +190,7 @@ def preload(modules: Sequence[str]) -> None:
         engine.preload(options.preload or ())
 
 
-def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
+def prepare(gather: Callable[[int], Payload], options: Options) -> OwnLaunch:
     """Plan a launch and pack its payload, which `gather` returns for a world size. The caller starts it."""
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     try:
@@ -191,9 +203,39 @@ def prepare(gather: Callable[[int], Payload], options: Options) -> Launch:
         with preparing(shown, payloads.name_of(payload.function)):
             is_fork = plan.method == "fork"  # which shares the notebook's memory
             shipment = payloads.share(payload) if is_fork else payloads.ship(payload, engine.is_local)
-        return Launch(plan, shipment, shown, engine, None)
+        return OwnLaunch(plan, shipment, shown, engine, None)
     except NblaunchError as error:
         raise error.with_traceback(None) from None  # the frames below are nblaunch's own
+
+
+def detached(gather: Callable[[int | None], Payload], options: Options) -> Launch:
+    """Start a run in a process of its own, and attach to it. `gather` gets None while the world size is not known."""
+    __tracebackhide__ = True  # IPython omits this frame from tracebacks
+    try:
+        shown = host().view(options.view)
+        engine = current.chosen(options.engine, options.num_nodes)
+        # Nodes are the runner's to ask for.
+        plan = make_plan(engine.machines(lambda text: None) if engine.is_local else [ANY_MACHINE], engine, options)
+        payload = gather(plan.world_size if engine.is_local else None)
+        function = payloads.name_of(payload.function)
+        with preparing(shown, function):
+            shipment = payloads.ship(payload, engine.is_local)
+        only = payload.function.ranks if isinstance(payload.function, Cell) else None
+        order = RunOrder(function, only, options, this_process(), shipment.sources, shipment.sent)
+        try:
+            run = start_run(_run_name(options.detach, function), shipment, order)
+        finally:
+            if shipment.parcel is not None:
+                shipment.parcel.close()
+        return AttachedLaunch(run, shown)
+    except NblaunchError as error:
+        raise error.with_traceback(None) from None  # the frames below are nblaunch's own
+
+
+def _run_name(detach: str | bool | None, function: str) -> str:
+    if isinstance(detach, str):
+        return detach
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', function).strip('-')[:60] or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def refuse_nested() -> None:

@@ -9,29 +9,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from nblaunch.launch.debug_console import DebugConsole, Prompt
+from nblaunch.launch.debug_console import Console, Prompt
 from nblaunch.launch.frontend import host
-from nblaunch.launch.payload import Shipment
-from nblaunch.launch.plan import Plan
+from nblaunch.launch.options import Options
 from nblaunch.launch.text_view import is_terminal
 from nblaunch.launch.views import Note, Stream, View
 from nblaunch.machine import timeouts
-from nblaunch.wire.messages import Debugging, Question
+from nblaunch.wire.messages import Debugging
 
 _log = logging.getLogger(__name__)
+
+
+def debugging_of(options: Options, *, is_seen: bool) -> Debugging:
+    """Return where the ranks of a launch may stop for the user; `is_seen`: the user would see that one waits."""
+    can_type = host().can_type() and threading.current_thread() is threading.main_thread() and is_seen
+    post_mortem = options.on_error == "debug" or host().examines()
+    return Debugging(can_type or options.on_breakpoint == "wait", options.on_breakpoint == "fail", post_mortem)
 
 
 class CellInput:
     """See the module."""
 
-    def __init__(self, plan: Plan, shipment: Shipment, view: View) -> None:
-        can_type = host().can_type() and threading.current_thread() is threading.main_thread()
-        is_question = isinstance(shipment.payload.function, Question)
-        post_mortem = not is_question and (plan.options.on_error == "debug" or host().examines())
-        debugging = Debugging(can_type, plan.options.on_breakpoint == "fail", post_mortem)
-        self.console, self._view = DebugConsole(plan.world_size, shipment.sources, debugging), view
+    def __init__(self, console: Console, view: View) -> None:
+        self.console, self._view = console, view
         self._is_attended = False
         """A caller waits in the main thread."""
         self._noted: Sequence[str] = ()
@@ -43,10 +44,8 @@ class CellInput:
 
     def begin(self, *, blocking: bool) -> None:
         """Begin the launch; `blocking`: its caller waits at once."""
-        console, self._is_attended = self.console, blocking
-        console.on_step = self._meanwhile
-        if not (blocking or self._view.shows_notes):  # no one would see that a rank waits
-            console.debugging = replace(console.debugging, can_type=False)
+        self._is_attended = blocking
+        self.console.on_step = self._meanwhile
 
     def wait(self, over: threading.Event, timeout: float | None) -> bool:
         """Wait as `Frontend.wait` does, and let the user debug meanwhile, if this is the main thread."""

@@ -16,9 +16,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import (
@@ -90,6 +91,35 @@ class _OpenDebugger:
 class Prompt:
     asked: Asked
     text: str
+
+
+class Console(Protocol):
+    """What the cell and the panel need of a console: a `DebugConsole`, or that of a run in another process."""
+
+    on_step: Callable[[], None]
+
+    @property
+    def prompt(self) -> Prompt | None: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def has_examined(self) -> bool: ...
+
+    @property
+    def stopped(self) -> Sequence[int]: ...
+
+    @property
+    def states(self) -> Sequence[str]: ...
+
+    def take_text(self) -> str: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def type(self, prompt: Prompt, line: str | None) -> None: ...
+
+    def look(self, rank: int) -> None: ...
 
 
 class DebugConsole:

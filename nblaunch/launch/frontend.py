@@ -37,6 +37,14 @@ class Frontend:
         """Return the label of the cell with this file name, such as ``Cell In[3]``; empty if it is no cell."""
         return ""
 
+    def notebook(self) -> str:
+        """Return the path of the notebook, or of the script; empty if it is not known."""
+        return sys.argv[0] if sys.argv else ""
+
+    def show_html(self, html: str, text: str) -> None:
+        """Show HTML in this cell, or the text that stands for it."""
+        plain_writer()(f"{text}\n", "out")
+
     def notebook_names(self) -> dict[str, Any] | None:
         """Return the notebook's global namespace; None outside a notebook."""
         return None

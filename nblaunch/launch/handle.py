@@ -1,4 +1,4 @@
-"""The user's handle of a launch, blocking or in the background."""
+"""The user's handle of a launch, and the launch that this process supervises, blocking or in the background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,20 +19,24 @@ from typing import Any, NoReturn
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
-from nblaunch.launch.cell_input import CellInput
+from nblaunch.launch.cell_input import CellInput, debugging_of
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.debug_console import Console, DebugConsole
+from nblaunch.launch.ending import Ending, incomplete, places, reason_of
+from nblaunch.launch.events_file import EventsFile
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs, prune
+from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan, moved
-from nblaunch.launch.result import LaunchResult, Metrics, notes_on
+from nblaunch.launch.result import LaunchResult, notes_on
 from nblaunch.launch.run import Job, Run
+from nblaunch.launch.run_folders import PREFIX, write_facts
 from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
-from nblaunch.launch.stopping import Account, ByUser
-from nblaunch.launch.task import Task
+from nblaunch.launch.stopping import Account
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import (
     Begun,
+    Both,
     Ended,
     LaunchInfo,
     Note,
@@ -45,12 +50,11 @@ from nblaunch.launch.views import (
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.machine.limits import process_advice, remedy
-from nblaunch.transfer.parcel import unpack
 from nblaunch.transfer.pickling import OfNotebookError
-from nblaunch.wire.messages import Cell
+from nblaunch.wire.messages import Cell, Question
 
 _log = logging.getLogger(__name__)
-_live: dict[str, Launch] = {}
+_live: dict[str, OwnLaunch] = {}
 _noted: set[str] = set()
 """Notes that this kernel shows once: names that the ranks changed, and large values."""
 _numbers = itertools.count(1)
@@ -60,84 +64,35 @@ CELLS_PER_PRUNING = 10
 INSIST = "interrupt again to kill the ranks that do not respond; their variables will be lost"
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
-MAX_PLACES = 8
-"""Ranks whose place a timeout's message names."""
 
 
-class Launch:
-    """A launch, as `notebook_launcher` returns it with ``block=False``.
+class Launch(ABC):
+    """A launch, as `notebook_launcher` returns it with ``block=False`` or ``detach=``, and `nblaunch.attach`.
 
     Attributes:
         name: The function's name.
-        world_size: The number of ranks.
+        world_size: The number of ranks; 0 while a detached run waits for nodes.
         id: The id in ``%distributed status`` and in the ranks' ``TORCHELASTIC_RUN_ID``.
         console: The console of the ranks' debuggers.
     """
 
-    def __init__(self, plan: Plan, shipment: Shipment, view: View, engine: Engine, ticket: Ticket | None) -> None:
-        self.name = name_of(shipment.payload.function)
-        self.world_size = plan.world_size
-        self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
-        self._plan, self._view = plan, ShieldedView(view)
-        self._parcel, self._sent = shipment.parcel, shipment.sent
-        self._engine, self._ticket = engine, ticket
-        """Its place in the queue of a session's ranks; None: it starts its own."""
-        self._commands = Commands()
+    def __init__(self, name: str, world_size: int, launch_id: str, view: View, console: Console) -> None:
+        self.name, self.world_size, self.id = name, world_size, launch_id
+        self.console = console
+        self._view = view
+        self._input = CellInput(console, view)
         self._finished = threading.Event()
-        self._is_blocking = False
-        self._interrupts = 0
         self._begin = time.monotonic()
-        self._input = CellInput(plan, shipment, self._view)
-        self.console = self._input.console
-        self._job = Job(
-            plan,
-            self.id,
-            this_process(),
-            shipment,
-            float("inf") if plan.options.timeout is None else self._begin + plan.options.timeout,
-            self.console,
-        )
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
         self._returned: dict[int, Any] = {}
         self._crash = ""
         """A crash after every rank had returned, until `result` has warned of it."""
-        self._account: Account | None = None
-        self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
-
-    def begin(self, *, blocking: bool = False) -> None:
-        """Start the launch. `blocking`: the caller waits for its end."""
-        self._is_blocking = blocking
-        self._input.begin(blocking=blocking)
-        try:
-            self._view.on(Begun(self, blocking))
-            _live[self.id] = self
-            self._thread.start()
-        except RuntimeError as error:
-            self._release()
-            raise StartError(f"{self.name} could not be started: {error}: {process_advice()}") from error
-        except BaseException:  # the user's interrupt: the caller gets no handle
-            self._abandon()
-            self.discard()
-            raise
 
     @property
     def done(self) -> bool:
         """True if the launch has finished or failed, or was stopped."""
         return self._finished.is_set()
-
-    def discard(self) -> None:
-        """Release the resources of a launch that was not started; its own thread releases those of a started one."""
-        if self._thread.ident is None:
-            self._release()
-
-    def runs_in(self, ranks: SessionRanks) -> bool:
-        return self._ticket is not None and self._ticket.ranks is ranks
-
-    @property
-    def keeps_ranks(self) -> bool:
-        """Return True if it runs in a session, whose ranks stay: a kill costs their variables."""
-        return self._ticket is not None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: forever) for the launch to end. Return True if it has ended.
@@ -167,26 +122,22 @@ class Launch:
         assert self._result is not None
         return self._result
 
+    @abstractmethod
     def stop(self) -> None:
         """Interrupt the ranks and return at once. Each rank gets one KeyboardInterrupt, and time for ``finally``.
 
         A rank that does not handle the interrupt within 3 s is killed; in a session, after ``stop_grace`` seconds.
         """
-        self._commands.ask()
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill the ranks and return at once."""
-        self._commands.ask(kill=True)
 
+    @abstractmethod
     def ask_stacks(self) -> None:
         """Show the ranks' stacks in the launch's view. Return at once."""
 
-        def show(asked: concurrent.futures.Future[dict[int, str]]) -> None:
-            if stacks := asked.result():  # else the launch has ended
-                self._view.on(StacksShown(stacks))
-
-        self._commands.want_stacks(timeouts.STACKS_TIMEOUT_S).add_done_callback(show)
-
+    @abstractmethod
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
         """Return the Python stacks of each rank, including ranks that are stuck in C code. The ranks keep running.
 
@@ -196,26 +147,115 @@ class Launch:
         Returns:
             The threads of each running rank, the main thread first; empty if the launch has ended.
         """
-        asked = self._commands.want_stacks(timeout)
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # the supervisor is starting or ending
-            return asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
-        return {}
 
     def __reduce__(self) -> NoReturn:
         raise OfNotebookError(self, "a launch")
 
     def __repr__(self) -> str:
-        state = "finished" if self._error is None else "failed"
-        if isinstance(self._error, LaunchStoppedError):
-            state = "stopped"
-        if not self.done:
-            is_queued = self._ticket is not None and not self._ticket.ranks.queue.is_first(self._ticket)
-            state = f"{'queued' if is_queued else 'running'} for {time.monotonic() - self._begin:.0f} s"
-            state = "; ".join([state, *self.console.states[:MAX_STATES]])
+        state = "; ".join([self._state(), *self.console.states[:MAX_STATES]])
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
+
+    def _state(self) -> str:
+        if not self.done:
+            return f"running for {time.monotonic() - self._begin:.0f} s"
+        return "stopped" if isinstance(self._error, LaunchStoppedError) else "failed" if self._error else "finished"
 
     def _repr_html_(self) -> str | None:
         return self._view.record_html()
+
+
+class OwnLaunch(Launch):
+    """A launch that a thread of this process supervises.
+
+    `ticket`: its place in the queue of a session's ranks; None: it starts its own. `root`: where its log directories
+    are, if not among those of all launches.
+    """
+
+    console: DebugConsole
+
+    def __init__(
+        self,
+        plan: Plan,
+        shipment: Shipment,
+        view: View,
+        engine: Engine,
+        ticket: Ticket | None,
+        root: Path | None = None,
+    ) -> None:
+        console = DebugConsole(plan.world_size, shipment.sources)
+        self._events = EventsFile(self._record_in if root is None else lambda info: root)
+        name, number = name_of(shipment.payload.function), next(_numbers)
+        launch_id = f"{os.getpid()}-{number}-{secrets.token_hex(3)}"
+        both = Both(ShieldedView(self._events), ShieldedView(view))
+        super().__init__(name, plan.world_size, launch_id, both, console)
+        self._plan, self._root = plan, root
+        self._parcel, self._sent = shipment.parcel, shipment.sent
+        self._engine, self._ticket = engine, ticket
+        self._commands = Commands()
+        self._is_blocking = False
+        self._interrupts = 0
+        timeout = plan.options.timeout
+        deadline = float("inf") if timeout is None else self._begin + timeout
+        self._job = Job(plan, self.id, this_process(), shipment, deadline, console)
+        self._notebook = host().notebook()
+        self._account: Account | None = None
+        self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
+
+    def begin(self, *, blocking: bool = False) -> None:
+        """Start the launch. `blocking`: the caller waits for its end."""
+        self._is_blocking = blocking
+        self._input.begin(blocking=blocking)
+        if not isinstance(self._job.shipment.payload.function, Question):
+            is_seen = blocking or self._view.shows_notes
+            self._job.console.debugging = debugging_of(self._plan.options, is_seen=is_seen)
+        try:
+            self._view.on(Begun(self, blocking, lambda: time.monotonic() - self._begin))
+            _live[self.id] = self
+            self._thread.start()
+        except RuntimeError as error:
+            self._release()
+            raise StartError(f"{self.name} could not be started: {error}: {process_advice()}") from error
+        except BaseException:  # the user's interrupt: the caller gets no handle
+            self._abandon()
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Release the resources of a launch that was not started; its own thread releases those of a started one."""
+        if self._thread.ident is None:
+            self._release()
+
+    def runs_in(self, ranks: SessionRanks) -> bool:
+        return self._ticket is not None and self._ticket.ranks is ranks
+
+    @property
+    def keeps_ranks(self) -> bool:
+        """Return True if it runs in a session, whose ranks stay: a kill costs their variables."""
+        return self._ticket is not None
+
+    def stop(self) -> None:
+        self._commands.ask()
+
+    def kill(self) -> None:
+        self._commands.ask(kill=True)
+
+    def ask_stacks(self) -> None:
+        def show(asked: concurrent.futures.Future[dict[int, str]]) -> None:
+            if stacks := asked.result():  # else the launch has ended
+                self._view.on(StacksShown(stacks))
+
+        self._commands.want_stacks(timeouts.STACKS_TIMEOUT_S).add_done_callback(show)
+
+    def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
+        asked = self._commands.want_stacks(timeout)
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # the supervisor is starting or ending
+            return asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
+        return {}
+
+    def _state(self) -> str:
+        is_queued = self._ticket is not None and not self._ticket.ranks.queue.is_first(self._ticket)
+        state = super()._state()
+        return state.replace("running", "queued") if is_queued and not self.done else state
 
     def join(self) -> LaunchResult:
         """Start the launch and wait for it to end.
@@ -304,7 +344,7 @@ class Launch:
     def _attempt(self, number: int) -> bool:
         """Run the task once. Return True if it is to be run again."""
         try:
-            files = LaunchFiles.create(self.id + CELL_SUFFIX if self.keeps_ranks else self.id)
+            files = LaunchFiles.create(self.id + CELL_SUFFIX if self.keeps_ranks else self.id, self._root)
         except OSError as refusal:
             raise StartError(f"cannot create the log directory of {self.name}: {refusal}{remedy(refusal)}") from refusal
         try:
@@ -314,7 +354,7 @@ class Launch:
                 self._job = replace(self._job, plan=self._plan)
             self._view.on(Started(self._info(files, number)))
             if number == 0:
-                for note in notes_on(self._sent, _noted):
+                for note in self._first_notes():
                     self._view.on(Note(note))
             run = Run(self._job, number, files, self._view, self._commands)
             verdict = run.start(self._engine) if self._ticket is None else run.take_turn(self._ticket)
@@ -331,9 +371,13 @@ class Launch:
         finally:
             files.close()
 
+    def _first_notes(self) -> Iterator[str]:
+        yield from notes_on(self._sent, _noted)
+
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, function = self._plan, self._job.shipment.payload.function
         name = f"{self.name}, session {self._ticket.ranks.name}" if self._ticket is not None else self.name
+        name += f", run {self._root.name.removeprefix(PREFIX)}" if self._root is not None else ""
         shown = self.id, name, plan.world_size, plan.device, files.directory, number, plan.env, files
         only = function.ranks if isinstance(function, Cell) else None
         return LaunchInfo(*shown, is_session=self.keeps_ranks, hosts=plan.hosts, only=only)
@@ -345,36 +389,32 @@ class Launch:
         failure = failures.describe(error, self._account) if state == "failed" else None
         return Outcome(state, seconds, failures.summary(error, logs), failure)  # views show the path
 
-    # -------------------------------------------------------------- results
+    # -------------------------------------------------------------- the end
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
-        error = self._load_results(run.results, files)
-        written, task, plan = run.output.ranks, run.task, self._plan
-        seconds = time.monotonic() - self._begin
+        """Take what the ranks have returned. Return the exception to raise, if there is one."""
+        task, plan = run.task, self._plan
         account = Account(
             self.name,
             [rank.end for rank in task.present],
             files,
             self._job.shipment.sources,
-            {rank.rank: rank.logs for rank in written},
+            {rank.rank: rank.logs for rank in run.output.ranks},
             run.hint,
             task.difference,
             "" if self._ticket is None else self._ticket.ranks.name,
             plan.hosts,
             is_shown=self._is_blocking and self._view.shows_failures,
-            seconds=seconds,
+            seconds=time.monotonic() - self._begin,
             timeout=plan.options.timeout,
-            incomplete=_incomplete(task),
-            places=_places(task),
+            incomplete=incomplete(task),
+            places=places(task),
         )
-        if verdict.crashed:
-            self._crash = failures.crash_warning(verdict.crashed, account)
-            self._view.on(Note(self._crash))
+        dropped = {rank.rank: rank.dropped for rank in run.output.ranks}
+        ending = Ending(verdict, account, reason_of(task), self.world_size, dropped, self._sent)
+        error = self._take(ending, run)
+        if ending.crash:
+            self._view.on(Note(ending.crash))
         if verdict.state == "finished" and error is None:
-            metrics = Metrics(run.output.reports, any(rank.dropped.reports for rank in written))
-            logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
-            values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
-            sent, record_html = self._sent, self._view.record_html
-            self._result = LaunchResult(self.name, values, metrics, logs, seconds, sent, record_html)
             changed = {name for rank in task.ranks if rank.done is not None for name in rank.done.changed}
             for name in sorted(changed - _noted):
                 _noted.add(name)
@@ -386,43 +426,24 @@ class Launch:
                 )
         elif verdict.cause is not None:
             self._account = account
-            error = failures.exception_for(verdict.cause, account)
-        elif verdict.state == "stopped":
-            reason = task.ladder.reason if task.ladder is not None else ByUser()
-            error = reason.error(account)
+        error = ending.error() or error
         if error is not None:
             failures.attach(self._returned, error, files)
         return error
 
-    def _load_results(self, parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> BaseException | None:
-        self._returned, error = {}, None
-        for rank, fds in sorted(parcels.items()):
-            try:
-                self._returned[rank] = unpack(fds)
-            except BaseException as trouble:  # noqa: BLE001  # user code, which may call sys.exit
-                error = error or failures.not_rebuilt(rank, trouble, files.err(rank))
+    def _take(self, ending: Ending, run: Run) -> BaseException | None:
+        """Take the results of the ranks. Return what keeps them from being loaded."""
+        self._returned, error = ending.load(run.results)
+        self._crash = ending.crash
+        if ending.verdict.state == "finished" and error is None:
+            self._result = ending.result(self._returned, run.output.reports, self._view.record_html)
         return error
 
-
-def _incomplete(task: Task) -> str:
-    raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
-    parts = [f"rank {f.rank} raised {failures.headline_of(f.type_name, f.text)}" for f in raised if not f.collective]
-    killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
-    parts += [
-        f"rank {rank.rank} was killed before its `finally` had ended"
-        for rank in task.ranks
-        if rank.rank in killed and rank.done is None and rank.failed is None
-    ]
-    return "; meanwhile " + ", ".join(parts) if parts else ""
+    def _record_in(self, info: LaunchInfo) -> Path:
+        """Begin the folder of an attempt with what is known of the launch."""
+        write_facts(info.log_dir, self.id, self.name, self._notebook)
+        return info.log_dir
 
 
-def _places(task: Task) -> str:
-    places = task.inspector.said or {}
-    lines = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
-    lines += ["…"] if len(places) > MAX_PLACES else []
-    lines += [task.stuck.verdict.text] if task.stuck.verdict is not None else []
-    return "\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else " "
-
-
-def live_launches() -> list[Launch]:
+def live_launches() -> list[OwnLaunch]:
     return list(_live.values())

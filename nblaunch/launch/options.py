@@ -14,7 +14,7 @@ from typing import Any
 from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.reports import compile_patterns
-from nblaunch.machine.arguments import one_of, seconds, whole_number
+from nblaunch.machine.arguments import file_name, one_of, seconds, whole_number
 from nblaunch.machine.packages import package_of, why_not_ahead
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -70,6 +70,10 @@ def _modules(name: str, value: Any) -> tuple[str, ...]:
         if reason := why_not_ahead(package_of(module)):
             raise ArgumentError(f"{name}={module!r}: {reason}")
     return modules
+
+
+def _run_name(name: str, value: Any) -> str | bool | None:
+    return value or None if isinstance(value, bool) else file_name(name, value)
 
 
 def _environment(option: str, extra: Any) -> dict[str, str]:
@@ -191,8 +195,9 @@ class Options:
     )
     on_breakpoint: str = _option(
         default="continue",
-        choices=("continue", "fail"),
-        help="what breakpoint() does where input is not possible: continue (default) or fail",
+        choices=("continue", "fail", "wait"),
+        help="what breakpoint() does where input is not possible: continue (default), fail, or, with --detach, wait "
+        "until someone attaches",
     )
     checks: bool = _option(
         default=False,
@@ -209,6 +214,11 @@ class Options:
         parsing={"action": "store_false"},
         help="return at once; NAME is then a Launch (.done, .wait(), .result(), .stop())",
     )
+    detach: str | bool | None = _option(
+        check=_run_name,
+        parsing={"nargs": "?", "const": True, "metavar": "NAME"},
+        help="run in a process of its own, which outlives the kernel; nblaunch.attach('NAME') shows it in any notebook",
+    )
     view: str = _option(
         default="auto",
         takers="cell",
@@ -224,6 +234,12 @@ class Options:
             if option.choices and name not in ("engine", "start_method"):  # which the engines check
                 one_of(name, value, option.choices)
             object.__setattr__(self, name, option.check(name, value))
+        if self.detach and self.start_method == "fork":
+            raise ArgumentError("start_method='fork': a detached run cannot share the memory of the kernel")
+        if self.on_breakpoint == "wait" and not self.detach:
+            raise ArgumentError(
+                "on_breakpoint='wait': only the ranks of a detached run wait; give it detach=True, or a name"
+            )
 
     @property
     def variables(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from nblaunch.launch import payload as payloads
 from nblaunch.launch import questions
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import Launch, live_launches
+from nblaunch.launch.handle import Launch, OwnLaunch, live_launches
 from nblaunch.launch.machines import planned, with_usable_method
 from nblaunch.launch.options import Options, taken_by
 from nblaunch.launch.payload import Shipment, name_of, namespace_of_notebook
@@ -146,7 +146,7 @@ class Session:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             with preparing(shown, label):
                 shipment = pack(ticket)
-            launch = Launch(plan, shipment, shown, self._engine, ticket)
+            launch = OwnLaunch(plan, shipment, shown, self._engine, ticket)
             if not queue.is_closed:
                 _register(self, True)
             if block:

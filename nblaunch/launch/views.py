@@ -6,15 +6,19 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from nblaunch.engines.protocol import Workers
-from nblaunch.launch.debug_console import DebugConsole
+from nblaunch.engines.protocol import Sampler
+from nblaunch.launch.debug_console import Console
 from nblaunch.launch.output.log_directory import LaunchFiles
+
+if TYPE_CHECKING:
+    from nblaunch.machine.usage import Usage  # which imports psutil
 
 Stream = Literal["out", "err"]
 State = Literal["finished", "failed", "stopped"]
@@ -37,7 +41,13 @@ class Controls(Protocol):
         """Request a `StacksShown` event with the stacks of all live ranks."""
 
     @property
-    def console(self) -> DebugConsole: ...
+    def console(self) -> Console: ...
+
+
+class Measured(Protocol):
+    """Ranks whose usage can be measured: the `Workers` of an engine, or those of a run that another process holds."""
+
+    def sampler(self, device: str, env: Mapping[str, str]) -> Sampler: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,8 @@ class Outcome:
     message: str
     """One line: the root cause of a failure."""
     failure: Failure | None = None
+    at: float = field(default_factory=time.time)
+    """When the launch ended, in seconds since the epoch."""
 
 
 def duration_text(seconds: float) -> str:
@@ -148,6 +160,8 @@ class Begun(Event):
 
     controls: Controls
     blocking: bool
+    seconds: Callable[[], float]
+    """Returns the time since the begin; while what happened before is shown, that of what is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +185,7 @@ class Started(Event):
 class RanksPlaced(Event):
     """An attempt has a group of ranks, whose usage can be measured from now on."""
 
-    workers: Workers
+    workers: Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +203,8 @@ class Reports(Event):
     rank: int
     records: Sequence[Mapping[str, Any]]
     """As `nblaunch.ranks.report` spools them."""
+    is_printed: bool = False
+    """They were found in printed lines, and no spool has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +311,42 @@ class ShieldedView(View):
 
     def record_html(self) -> str | None:
         return self._view.record_html()
+
+
+class Both(View):
+    """Two views of a launch; the second decides what is shown."""
+
+    def __init__(self, first: View, second: View) -> None:
+        self._first, self._second = first, second
+        self.shows_notes, self.shows_failures = second.shows_notes, second.shows_failures
+
+    def on(self, event: Event) -> None:
+        self._first.on(event)
+        self._second.on(event)
+
+    def record_html(self) -> str | None:
+        return self._second.record_html()
+
+
+class UsageMeter:
+    """Measures the ranks of a launch, also after a restart has replaced their group. For one thread."""
+
+    def __init__(self, device: str, env: Mapping[str, str]) -> None:
+        self._device, self._env = device, env
+        self._workers: Measured | None = None
+        self._sampler: Sampler | None = None
+
+    def sample(self, workers: Measured | None, ranks: Collection[int]) -> list[Usage]:
+        if workers is not self._workers:
+            self.close()
+            self._workers = workers
+            self._sampler = None if workers is None else workers.sampler(self._device, self._env)
+        return [] if self._sampler is None else self._sampler.sample(ranks)
+
+    def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+        self._workers = self._sampler = None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar, cast
 
@@ -108,3 +109,16 @@ def unexpected(name: str, known: Iterable[str]) -> str:
     if near:
         advice = f"did you mean {near[0]!r}?"
     return f"got an unexpected keyword argument {name!r}: {advice}"
+
+
+FILE_NAME = re.compile(r"\w[\w.-]{0,79}")
+
+
+def file_name(name: str, value: Any) -> str:
+    """Return a string that names a file on every system."""
+    if not isinstance(value, str) or not FILE_NAME.fullmatch(value):
+        raise ArgumentError(
+            f"{name}={value!r:.100}: must be at most 80 letters, digits, dashes, dots and underscores, and not begin "
+            "with a dash or dot"
+        )
+    return value

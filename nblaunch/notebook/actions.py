@@ -19,8 +19,9 @@ from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import session as live_sessions
+from nblaunch.launch.attached import attached
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import INSIST, Launch, live_launches
+from nblaunch.launch.handle import INSIST, OwnLaunch, live_launches
 from nblaunch.launch.options import TABLE, flag_of, taken_by
 from nblaunch.launch.session import Session, session
 from nblaunch.launch.session_state import DEFAULT_NAME
@@ -184,7 +185,9 @@ def _status(shell: Any) -> str:
     """List live launches, sessions, the fork server, nodes, and the cached data."""
     kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
     sessions = [session.status() for session in live_sessions.live_sessions().values()]
-    return "\n".join([*map(repr, live_launches()), *sessions, *current.status(), *[kept][: sent_data_cache.size]])
+    return "\n".join(
+        [*map(repr, [*live_launches(), *attached()]), *sessions, *current.status(), *[kept][: sent_data_cache.size]]
+    )
 
 
 @command("stacks")
@@ -218,7 +221,7 @@ def _stop(shell: Any) -> str:
     return f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}"
 
 
-def _wait_for(launches: list[Launch]) -> None:
+def _wait_for(launches: list[OwnLaunch]) -> None:
     for launch in launches:
         while not launch.wait(timeouts.SIGNAL_CHECK_INTERVAL_S):
             pass
@@ -354,7 +357,7 @@ def _who(shell: Any, name: str | None = None) -> str:
 @command("debug", _NAME, argument("--rank", type=int, help="the rank to debug; default: the first that failed"))
 def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
     """Debug a background launch that waits in the debugger, else the last error in a session."""
-    waiting = [each for each in live_launches() if each.console.stopped]
+    waiting = [each for each in (*live_launches(), *attached()) if each.console.stopped]
     if waiting and name is None and rank is None:
         waiting[0].wait()
         return ""

@@ -9,16 +9,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ipykernel.zmqshell import ZMQDisplayPublisher
 
-from nblaunch.engines.protocol import Sampler, Workers
 from nblaunch.launch.session_state import SessionState
 from nblaunch.machine import timeouts
 from nblaunch.machine.server_cells import runs_on_server
-from nblaunch.machine.usage import Usage
 
 _log = logging.getLogger(__name__)
 
@@ -131,27 +129,6 @@ def answer_in_main_shell(widget: Any) -> None:
     """
     if hasattr(widget.comm, "_reply_subshell_for"):
         widget.comm._reply_subshell_for = lambda data, default: default
-
-
-class UsageMeter:
-    """Measures the ranks of a launch, also after a restart has replaced their group. For one thread."""
-
-    def __init__(self, device: str, env: Mapping[str, str]) -> None:
-        self._device, self._env = device, env
-        self._workers: Workers | None = None
-        self._sampler: Sampler | None = None
-
-    def sample(self, workers: Workers | None, ranks: Collection[int]) -> list[Usage]:
-        if workers is not self._workers:
-            self.close()
-            self._workers = workers
-            self._sampler = None if workers is None else workers.sampler(self._device, self._env)
-        return [] if self._sampler is None else self._sampler.sample(ranks)
-
-    def close(self) -> None:
-        if self._sampler is not None:
-            self._sampler.close()
-        self._workers = self._sampler = None
 
 
 # ------------------------------------------------------------------ sessions

@@ -185,6 +185,7 @@ class DistributedMagics(Magics):
             options = Options(**given)
         except ArgumentError as error:
             raise in_flags(error) from None
+        waits = options.block and not options.detach
         first = chosen[0] if chosen else 0
         if session is not None:
             self._check_fits(session, given, chosen)
@@ -192,14 +193,15 @@ class DistributedMagics(Magics):
             changes = {name: given[name] for name in taken_by("cell") if name in given}
             result: Any = session.run_cell(cell, names_used(cell, self.shell.user_ns), **changes)
         else:
-            shown = None if output else first if options.block else -1
-            launch = self._prepare(make_cell(self.shell, body, chosen, shown), options)
-            result = launch.join() if options.block else launch
-            if not options.block:
-                launch.begin()
+            shown = None if output else first if waits else -1
+            result = self._prepare(make_cell(self.shell, body, chosen, shown), options)
+            if waits:
+                result = result.join()
+            elif not options.detach:
+                result.begin()
         if output is not None:
             self.shell.user_ns[output] = result
-        return result[first] if options.block and (session is None or output is not None) else None
+        return result[first] if waits and (session is None or output is not None) else None
 
     def _check_fits(self, session: Session, given: dict[str, Any], chosen: tuple[int, ...] | None) -> None:
         check_ranks("--ranks", chosen, session.world_size)
@@ -214,12 +216,13 @@ class DistributedMagics(Magics):
         api.refuse_nested()
         used = names_used(cell, self.shell.user_ns)
 
-        def gather(world_size: int) -> Payload:
-            check_ranks("--ranks", cell.ranks, world_size)
+        def gather(world_size: int | None) -> Payload:
+            if world_size is not None:
+                check_ranks("--ranks", cell.ranks, world_size)
             return payloads.for_cell(cell, used)
 
         try:
-            return api.prepare(gather, options)
+            return api.detached(gather, options) if options.detach else api.prepare(gather, options)
         except ArgumentError as error:
             raise in_flags(error) from None
 

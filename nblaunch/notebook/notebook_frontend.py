@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ipykernel.iostream import OutStream
+from IPython.display import display
 
 from nblaunch.engines.current import engine
 from nblaunch.errors import StartError, warn
+from nblaunch.launch import run_folders
 from nblaunch.launch.cell_statements import CellSource
 from nblaunch.launch.frontend import Frontend, view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
@@ -24,7 +26,7 @@ from nblaunch.launch.views import Stream, View
 from nblaunch.machine.server_cells import runs_on_server
 from nblaunch.notebook.cell_display import show_session
 from nblaunch.notebook.cells import goes_to_session, paused, resume
-from nblaunch.notebook.panel import PanelView, settle_panels
+from nblaunch.notebook.panel import PanelView, settle_panels, unseen_panels
 from nblaunch.notebook.shell_channel import ShellChannel
 
 _SERVE_INTERVAL_S = 0.1
@@ -42,6 +44,8 @@ class NotebookFrontend(Frontend):
         """``%pdb`` is to be turned on again after the cell."""
         self._cells: list[CellSource] = []
         """What `cells` returned last: translating many cells takes a while."""
+        self._has_looked = False
+        """For runs of this notebook that have ended unseen."""
         self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
@@ -61,6 +65,14 @@ class NotebookFrontend(Frontend):
     def cell_label(self, filename: str) -> str:
         name = getattr(self.shell.compile, "format_code_name", lambda filename: None)(filename)
         return " ".join(name) if name else ""
+
+    def notebook(self) -> str:
+        told = os.environ.get("JPY_SESSION_NAME")  # of Jupyter's servers; the other is VS Code's
+        told = told or self.shell.user_ns.get("__vsc_ipynb_file__")
+        return told if isinstance(told, str) else ""
+
+    def show_html(self, html: str, text: str) -> None:
+        display({"text/html": html, "text/plain": text}, raw=True)
 
     def notebook_names(self) -> dict[str, Any] | None:
         names: dict[str, Any] = self.shell.user_ns
@@ -127,12 +139,27 @@ class NotebookFrontend(Frontend):
         """Run at the end of each cell: refresh the engine."""
         resume()
         settle_panels(self.wait)
+        self._tell_unseen()
         if self._was_examined:
             self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it
             engine.refresh()
 
+    def _tell_unseen(self) -> None:
+        """Say once what has ended while no page showed it."""
+        calls = [f"{info.name} ended: nblaunch.show({info.launch_id!r})" for info in unseen_panels(self.wait)]
+        if not self._has_looked and (notebook := self.notebook()):
+            self._has_looked = True
+            with contextlib.suppress(StartError, OSError):  # no usable state directory: launches report it
+                for run in run_folders.unseen(notebook):
+                    run_folders.mark_seen(run.path)
+                    calls.append(f"run {run.name} {_ENDS[run.state]}: nblaunch.attach({run.name!r})")
+        if calls:
+            text = "\n".join(f"nblaunch: while no page showed it, {call} shows it here" for call in calls)
+            display({"text/plain": text}, raw=True)
 
+
+_ENDS = {"finished": "finished", "failed": "failed", "stopped": "was stopped", "lost": "was lost"}
 _LINGER_MS = 1000
 """For ipykernel to read the last wakeups of a thread; it reads them at once."""
 _widget_problem = ""

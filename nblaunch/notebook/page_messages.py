@@ -282,9 +282,13 @@ ToPage = Delta | Snapshot | Acknowledged | RecordText
 # ------------------------------------------------------------------ from the page
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A click on a button; "record": the page writes it into the notebook; "look": at this rank's debugger."""
+    """A click on a button, or another request.
 
-    kind: Literal["stop", "kill", "stacks", "record", "look"]
+    "record": the page writes it into the notebook; "look": at this rank's debugger; "seen": a page shows the panel, or
+    has shown the end of the launch.
+    """
+
+    kind: Literal["stop", "kill", "stacks", "record", "look", "seen"]
     launch: str
     rank: int | None = None
 
@@ -311,7 +315,7 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
     """Return the message of a page; None if it is malformed or of an unknown kind."""
     try:
         match content["kind"]:
-            case "stop" | "kill" | "stacks" | "record" as kind:
+            case "stop" | "kill" | "stacks" | "record" | "seen" as kind:
                 return Request(kind, str(content["launch"]))
             case "look" if (rank := int(content["rank"])) >= 0:
                 return Request("look", str(content["launch"]), rank)

@@ -18,30 +18,22 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nblaunch.engines.protocol import Workers
 from nblaunch.launch.views import (
     Begun,
     Controls,
-    Countdown,
-    Displays,
     Ended,
     Event,
     LaunchInfo,
-    Logs,
-    Note,
+    Measured,
     Preparing,
-    RanksChanged,
     RanksPlaced,
-    Reports,
-    StacksShown,
     Started,
-    Stuck,
+    UsageMeter,
     View,
 )
 from nblaunch.machine import timeouts
-from nblaunch.notebook.cell_display import WIDGET, CellDisplay, UsageMeter, WaitingDisplay
-from nblaunch.notebook.log_feed import LogFeed
-from nblaunch.notebook.output_store import OutputStore
+from nblaunch.notebook.cell_display import WIDGET, CellDisplay, WaitingDisplay
+from nblaunch.notebook.launch_model import TAIL_LINES, LaunchModel
 from nblaunch.notebook.page_messages import (
     Acknowledged,
     Delta,
@@ -53,8 +45,7 @@ from nblaunch.notebook.page_messages import (
     from_content,
     to_content,
 )
-from nblaunch.notebook.panel_state import PanelState
-from nblaunch.notebook.record import Record, as_html, as_text, record_of
+from nblaunch.notebook.record import as_html, as_text
 
 _log = logging.getLogger(__name__)
 _MIN_LOG_BYTES = 2 << 10
@@ -66,6 +57,8 @@ _SHOWN_TIMEOUT_S = 5.0
 """For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
 _RECORD_TIMEOUT_S = 2.0
 """For a page to ask for the record, at the end of such a cell."""
+_SEEN_DELAY_S, _SEEN_TIMEOUT_S = 5.0, 0.3
+"""After a launch before its page counts as gone; for what the page has sent to be read, at the end of a cell."""
 _SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 _BYTES_PER_MESSAGE = (200 << 10) * _SEND_INTERVAL_S
@@ -74,7 +67,6 @@ HEARTBEAT_INTERVAL_S = 2.0
 """Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 _FIRST_SAMPLE_INTERVAL_S = 0.2
 """Pause between two samples of the ranks until each has been measured once: some may end within a second."""
-_TAIL_LINES = 20
 _MAX_ENDED_PANELS = 20
 """Ended launches whose panels stay live; older ones keep only their record."""
 
@@ -87,19 +79,14 @@ class PanelView(View):
     def __init__(self, shell: Any) -> None:
         self._display = CellDisplay(shell)
         self._waiting = WaitingDisplay(self._display)
-        self._feed = LogFeed()
-        self._outputs = OutputStore()
+        self._model = LaunchModel()
         self._lock = threading.RLock()
-        """Guards the state and the display. Never held during a wait."""
-        self._state = PanelState(0)
-        self._info: LaunchInfo | None = None
-        self._workers: Workers | None = None
+        """Guards the model and the display. Never held during a wait."""
+        self._workers: Measured | None = None
         """The ranks of the present attempt."""
         self._controls: Controls | None = None
         self._blocking = False
-        self._begun = time.monotonic()
         self._over = threading.Event()
-        self._ended_at = 0.0
         self._widget: Any = None
         self._is_retired = False
         self._resyncs: list[Resync] = []
@@ -111,6 +98,8 @@ class PanelView(View):
         self._sent_at = 0.0
         self._is_shown, self._is_recorded = threading.Event(), threading.Event()
         """The cell has the display; a page has asked for the record since the launch ended."""
+        self._has_page, self._is_seen = False, threading.Event()
+        """A page has shown the panel; one has shown the end of the launch."""
         self._is_behind = False
         """The cell has a record of the running launch, which only a page can replace."""
 
@@ -122,53 +111,25 @@ class PanelView(View):
             _ended.popleft().retire()
 
     def _take(self, event: Event) -> None:
+        self._model.take(event)
         match event:
             case Begun(controls, blocking):
                 self._controls = controls
                 self._blocking = blocking and threading.current_thread() is threading.main_thread()
-                self._begun = time.monotonic()
                 if self._display.is_append_only:
                     _awaited.append(self)
             case Preparing(text, cancel):
                 self._waiting.show(text, cancel)
-            case Started(info):
-                if self._info is None:
-                    self._state = PanelState(info.world_size)
-                self._info = info
-                self._state.start(info)
-                for entry in self._outputs.clear():
-                    self._state.set_outputs(entry)
+            case Started():
                 self._send_in_background()
             case RanksPlaced(workers):
                 self._workers = workers
-            case RanksChanged(ranks):
-                self._state.set_ranks(ranks)
-            case Logs(logs):
-                assert self._info is not None
-                for log in logs:
-                    self._feed.add(self._info.attempt, log, self._now())
-            case Reports(rank, records):
-                self._state.add_reports(rank, records)
-            case Displays():
-                self._state.set_outputs(self._outputs.add(event))
-            case Note(text):
-                self._state.add_note(self._now(), text)
-            case Stuck():
-                self._state.set_stuck(self._now(), event)
-            case Countdown(text):
-                self._state.set_countdown(text)
-            case StacksShown(texts):
-                self._state.set_stacks(self._now(), texts)
-            case Ended(outcome):
+            case Ended():
                 self._controls = self._workers = None  # drop the launch: it holds the result and the error
-                self._state.end(outcome)
-                self._ended_at = time.time()
                 self._over.set()
                 self._show()
                 _ended.append(self)
-
-    def _now(self) -> float:
-        return round(time.monotonic() - self._begun, 2)
+                _unjudged.append(self)
 
     def settle(self, wait: Callable[[threading.Event, float], bool]) -> None:
         """Run at the end of an append-only cell: wait until the cell has what it must show.
@@ -191,7 +152,7 @@ class PanelView(View):
         puts the live panel in the record's place. In JupyterLab it does so from the start, and keeps the record in the
         notebook current: see ``static/record.js``.
         """
-        html = as_html(self._record())
+        html = as_html(self._model.record())
         bundle: dict[str, Any] = {"text/plain": as_text(html), "text/html": html}
         metadata: dict[str, Any] = {}
         if self._widget is not None and not self._over.is_set():
@@ -201,37 +162,35 @@ class PanelView(View):
         self._display.show(bundle, metadata)
         self._is_shown.set()
 
-    def _record(self) -> Record:
-        tails, outputs = self._feed.tails(_TAIL_LINES), self._outputs.for_record()
-        return record_of(self._state, self._info, self._now(), self._ended_at, tails, outputs)
-
     def record_html(self) -> str | None:
         """See `View`. The launching cell has the panel already."""
-        if self._info is None or self._display.is_in_its_cell:
+        if self._model.info is None or self._display.is_in_its_cell:
             return None
         with self._lock:
-            record = self._record()
+            record = self._model.record()
         return as_html(record)
 
     def _record_suffices(self) -> bool:
         """Return True if the record shows everything that a panel could."""
-        is_long = self._feed.waiting > _MAX_SHORT_LOG_BYTES or any(tail.more for tail in self._feed.tails(_TAIL_LINES))
-        return not (self._state.series or is_long) and self._outputs.fits_record
+        model = self._model
+        is_long = model.feed.waiting > _MAX_SHORT_LOG_BYTES or any(tail.more for tail in model.feed.tails(TAIL_LINES))
+        return not (model.state.series or is_long) and model.outputs.fits_record
 
     def _open(self) -> None:
         """Construct the widget, in the panel's thread: the first import of anywidget is slow."""
         from nblaunch.notebook.widget import PanelWidget
 
-        assert self._info is not None
+        known = self._model.info
+        assert known is not None
         info = PanelInfo(
-            launch=self._info.launch_id,
-            name=self._info.name,
-            world_size=self._info.world_size,
-            ranks=self._info.ranks_in_words,
-            device=self._info.device,
+            launch=known.launch_id,
+            name=known.name,
+            world_size=known.world_size,
+            ranks=known.ranks_in_words,
+            device=known.device,
             blocking=self._blocking,
-            is_session=self._info.is_session,
-            hosts=self._info.hosts,
+            is_session=known.is_session,
+            hosts=known.hosts,
             cell=self._display.cell,
         )
         widget = PanelWidget(info, self._receive)
@@ -264,7 +223,9 @@ class PanelView(View):
         try:
             self._display.context.copy().run(self._send_until_over)
         except Exception:  # noqa: BLE001  # widgets may raise anything; the launch continues
-            _log.exception("the panel of %s failed; its logs and its result are not affected", self._record().name)
+            _log.exception(
+                "the panel of %s failed; its logs and its result are not affected", self._model.record().name
+            )
             with self._lock:
                 self._sender = None
 
@@ -273,8 +234,8 @@ class PanelView(View):
             self._over.wait(SHOW_DELAY_S)
             if not (self._over.is_set() and self._record_suffices()):
                 self._open()
-        assert self._info is not None
-        meter = UsageMeter(self._info.device, self._info.env)
+        assert self._model.info is not None
+        meter = UsageMeter(self._model.info.device, self._model.info.env)
         try:
             pause, due = threading.Event(), 0.0
             while self._has_more():
@@ -291,7 +252,8 @@ class PanelView(View):
     def _has_more(self) -> bool:
         """Return True if the sender must continue; False ends its thread."""
         with self._lock:
-            is_sent = not (self._state.is_changed or self._feed.has_more or self._outputs.has_more)
+            model = self._model
+            is_sent = not (model.state.is_changed or model.feed.has_more or model.outputs.has_more)
             is_asked = self._resyncs or self._needs_record or self._needs_last
             over = self._over.is_set() and is_sent and not is_asked
             if self._widget is None or over:
@@ -302,30 +264,31 @@ class PanelView(View):
     def _sample(self, meter: UsageMeter) -> bool:
         """Measure the ranks. Return True if each has been measured."""
         with self._lock:
-            workers, ranks = self._workers, list(self._state.pids)
+            workers, ranks = self._workers, list(self._model.state.pids)
         usages = meter.sample(workers, ranks)
         with self._lock:
-            self._state.set_resources(usages)
-            return self._state.resources.keys() >= self._state.ranks.keys()
+            self._model.state.set_resources(usages)
+            return self._model.state.resources.keys() >= self._model.state.ranks.keys()
 
     def _send(self) -> None:
         """Send at most one message, if the rate limit allows it."""
         self._credit = min(_BYTES_PER_MESSAGE, self._credit + _BYTES_PER_MESSAGE)
         if self._credit <= 0:
             return
+        model = self._model
         with self._lock:
             widget, is_over = self._widget, self._over.is_set()
             snapshot = record = None
             if self._resyncs:
-                self._outputs.rewind()
+                model.outputs.rewind()
                 requests = [resync.request for resync in self._resyncs]
-                snapshot = Snapshot(now=self._now(), changes=self._state.snapshot(), requests=requests)
+                snapshot = Snapshot(now=model.now(), changes=model.state.snapshot(), requests=requests)
                 for resync in self._resyncs:  # under the lock: no message in between may carry the same lines
-                    self._feed.rewind({(attempt, rank, stream): end for attempt, rank, stream, end in resync.logs})
+                    model.feed.rewind({(attempt, rank, stream): end for attempt, rank, stream, end in resync.logs})
                 self._resyncs, self._needs_last = [], True
             elif self._needs_record:
-                record, self._needs_record = self._record(), False
-            changes = self._state.delta() if snapshot is None else None
+                record, self._needs_record = model.record(), False
+            changes = model.state.delta() if snapshot is None else None
         if widget is None:
             return
         if record is not None:
@@ -336,18 +299,18 @@ class PanelView(View):
         if snapshot is not None:
             self._send_message(widget, snapshot)
             return
-        delta = Delta(now=self._now(), changes=changes)
+        delta = Delta(now=model.now(), changes=changes)
         size = len(json.dumps(to_content(delta)))
         room = max(_MIN_LOG_BYTES, int(self._credit) - size)
-        outputs, output_bytes = self._outputs.take(room // 2 if self._feed.has_more else room)
-        logs = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)))
+        outputs, output_bytes = model.outputs.take(room // 2 if model.feed.has_more else room)
+        logs = model.feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)))
         needs_heartbeat = not is_over and time.monotonic() - self._sent_at > HEARTBEAT_INTERVAL_S
         if changes or logs or outputs or needs_heartbeat:
             delta = Delta(now=delta.now, changes=changes, logs=logs or None, outputs=outputs or None)
             self._send_message(widget, delta, output_bytes)
-        elif is_over and self._needs_last and not self._outputs.has_more:
+        elif is_over and self._needs_last and not model.outputs.has_more:
             self._needs_last = False
-            self._send_message(widget, Delta(now=self._now(), last=True))
+            self._send_message(widget, Delta(now=model.now(), last=True))
 
     def _send_message(self, widget: Any, message: Delta | Snapshot, data: bytes = b"") -> None:
         self._sent_at = time.monotonic()
@@ -361,13 +324,17 @@ class PanelView(View):
                 with self._lock:
                     self._resyncs.append(resync)
                     self._send_in_background()
-            case Request(kind, launch, rank) if self._info is not None and self._info.launch_id == launch:
+            case Request(kind, launch, rank) if (info := self._model.info) is not None and info.launch_id == launch:
                 if kind == "record":
                     with self._lock:
                         self._needs_record = True
                         self._send_in_background()
                         if self._over.is_set():
                             self._is_recorded.set()
+                elif kind == "seen":
+                    self._has_page = True
+                    if self._over.is_set():
+                        self._is_seen.set()
                 else:
                     self._obey(kind, launch, rank or 0)
 
@@ -386,6 +353,19 @@ class PanelView(View):
                 widget.send(to_content(Acknowledged(action=action, launch=launch)))
 
 
+def unseen_panels(wait: Callable[[threading.Event, float], bool]) -> list[LaunchInfo]:
+    """Run at the end of each cell: return the launches whose page was gone when they ended, once."""
+    found = []
+    for panel in list(_unjudged):
+        info = panel._model.info
+        if time.time() - panel._model.ended_at < _SEEN_DELAY_S and not panel._is_seen.is_set():
+            continue  # a page may be about to say so
+        _unjudged.remove(panel)
+        if panel._has_page and info is not None and not wait(panel._is_seen, _SEEN_TIMEOUT_S):
+            found.append(info)
+    return found
+
+
 def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:
     """Run at the end of each cell: settle the panels of a cell that can show nothing after its end."""
     while _awaited:
@@ -394,5 +374,7 @@ def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:
 
 _ended: deque[PanelView] = deque()
 """Live panels whose launch has ended, oldest first."""
+_unjudged: deque[PanelView] = deque()
+"""Those whose end a page may not have shown."""
 _awaited: deque[PanelView] = deque()
 """Of the present cell, if it is append-only."""

@@ -31,6 +31,7 @@ BELOW = {
     "launch": ["machine", "wire", "transfer", "engines"],
     "notebook": ["machine", "wire", "transfer", "engines", "launch"],
     "training": ["machine", "wire", "transfer"],
+    "__main__": ["machine", "launch", "notebook"],
 }
 """Each room of the package, and the rooms that it may import."""
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from nblaunch.launch.views import UsageMeter
 from nblaunch.machine.usage import Sampler, Usage, visible_devices
-from nblaunch.notebook.cell_display import UsageMeter
 from tests.conftest import LONG, eventually
 from tests.unit.fake_engine import FakeWorkers
 

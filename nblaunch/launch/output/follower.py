@@ -11,9 +11,11 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from nblaunch.engines.protocol import Log, Worker
+from nblaunch.engines.protocol import Log
+from nblaunch.engines.protocol import Stream as FileStream
 from nblaunch.launch.output.reports import PrintedMetrics, ReportList
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
 from nblaunch.launch.views import Displays, LogLines, Logs, Note, Output, Reports, Stream, View
@@ -105,8 +107,20 @@ class Spool:
         return None
 
 
+class Written(Protocol):
+    """What a rank writes: a `Worker`, or the files that one has left."""
+
+    rank: int
+
+    def log(self, stream: FileStream) -> Log: ...
+
+    def output(self, key: str, mime: str) -> Path: ...
+
+    def dropped(self) -> Dropped: ...
+
+
 class RankOutput:
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Written) -> None:
         self.rank, self.worker = worker.rank, worker
         self.printed = [
             PrintedLog(worker.rank, "out", worker.log("out")),
@@ -125,7 +139,7 @@ class OutputFollower:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[Written],
         patterns: Sequence[re.Pattern[str]],
         view: View,
         *,
@@ -161,7 +175,7 @@ class OutputFollower:
         self.view.on(Logs(logs))
         if self._metrics is not None:
             for log in logs:
-                self._report(log.rank, self._metrics.search(log.lines, time.time()))
+                self._report(log.rank, self._metrics.search(log.lines, time.time()), is_printed=True)
 
     def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
         displayed = displays_in(rank.worker, records)
@@ -170,9 +184,9 @@ class OutputFollower:
             records = [record for record in records if not is_display(record)]
         self._report(rank.rank, records)
 
-    def _report(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def _report(self, rank: int, records: Sequence[Mapping[str, Any]], *, is_printed: bool = False) -> None:
         if records:
-            self.view.on(Reports(rank, [self._kept(rank, record) for record in records]))
+            self.view.on(Reports(rank, [self._kept(rank, record) for record in records], is_printed))
 
     def _kept(self, rank: int, record: Mapping[str, Any]) -> Mapping[str, Any]:
         if "metrics" in record:
@@ -222,7 +236,7 @@ def _first_drop(rank: RankOutput) -> str:
     )
 
 
-def displays_in(worker: Worker, records: Sequence[Mapping[str, Any]]) -> Displays | None:
+def displays_in(worker: Written, records: Sequence[Mapping[str, Any]]) -> Displays | None:
     """Return what a rank displays by the end of these records of its spool; None if they hold no display.
 
     Outputs that a later record removes or replaces are left out: a flood of them costs little.
@@ -243,6 +257,6 @@ def displays_in(worker: Worker, records: Sequence[Mapping[str, Any]]) -> Display
     return Displays(worker.rank, list(outputs.values()), is_cleared, left_out) if is_any else None
 
 
-def _output(worker: Worker, record: Shown) -> Output:
+def _output(worker: Written, record: Shown) -> Output:
     body = worker.output(record.key, record.mime) if record.body is None else record.body
     return Output(record.key, record.mime, record.text, record.size, body, record.width, record.height)

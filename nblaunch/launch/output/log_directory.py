@@ -54,8 +54,9 @@ class LaunchFiles:
         return _unpickle, (self.directory,)  # a copy refers to the same directory, and has no lock of its own
 
     @classmethod
-    def create(cls, launch_id: str) -> LaunchFiles:
-        root = state_root()
+    def create(cls, launch_id: str, root: Path | None = None) -> LaunchFiles:
+        """Create the directory of an attempt in `root`, by default among those of all launches."""
+        root = root or state_root()
         while True:
             directory = root / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}Z-{launch_id}"
             with suppress(FileExistsError):  # the same launch and microsecond: retry
@@ -168,7 +169,8 @@ def _safe(root: Path) -> Path:
     raise PermissionError(errno.EACCES, problem, str(root))
 
 
-_NAME = re.compile(r"\d{8}T\d{12}Z-.+")
+LAUNCH_NAME = re.compile(r"\d{8}T\d{12}Z-.+")
+"""Of a log directory among those of all launches."""
 
 
 def prune(max_launches: int = 50, max_bytes: int = 1 << 30) -> None:
@@ -184,7 +186,7 @@ def prune(max_launches: int = 50, max_bytes: int = 1 << 30) -> None:
         return
     names: list[str] = []
     with suppress(OSError), os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and _is_own(entry))
+        names = sorted(entry.name for entry in entries if LAUNCH_NAME.fullmatch(entry.name) and is_own(entry))
     total = 0
     ages = {True: itertools.count(), False: itertools.count()}
     for name in reversed(names):
@@ -197,7 +199,7 @@ def prune(max_launches: int = 50, max_bytes: int = 1 << 30) -> None:
             _remove(directory)
 
 
-def _is_own(entry: os.DirEntry[str]) -> bool:
+def is_own(entry: os.DirEntry[str]) -> bool:
     """Return True if this is a directory of this user's: users may share the root."""
     try:
         found = entry.stat(follow_symlinks=False)

@@ -181,6 +181,11 @@ export class KernelLink {
     this.resyncWait = RESYNC_PAUSE_MS;
   }
 
+  /** Say that a page shows the panel, or the end of the launch. */
+  seen() {
+    this.send({ kind: "seen", launch: this.launch.id });
+  }
+
   /** Request the record, which comes as a message. */
   askRecord() {
     if (!this.gone) this.send({ kind: "record", launch: this.launch.id });

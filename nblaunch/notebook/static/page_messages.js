@@ -120,9 +120,13 @@
  * @property {"record"} kind
  * @property {string} html
  * @property {string} text */
-/** A click on a button; "record": the page writes it into the notebook; "look": at this rank's debugger.
+/** A click on a button, or another request.
+
+    "record": the page writes it into the notebook; "look": at this rank's debugger; "seen": a page shows the panel, or
+    has shown the end of the launch.
+    
  * @typedef {object} Request
- * @property {"stop" | "kill" | "stacks" | "record" | "look"} kind
+ * @property {"stop" | "kill" | "stacks" | "record" | "look" | "seen"} kind
  * @property {string} launch
  * @property {number} [rank] */
 /** The page may have missed messages: it asks for a snapshot, and for the logs from these ends.

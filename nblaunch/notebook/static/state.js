@@ -103,6 +103,7 @@ export class PanelState {
       this.receive(content, buffers),
     );
     this.kernel.heard();
+    this.kernel.seen();
     if (this.isReopened) this.kernel.resync();
   }
 
@@ -188,6 +189,7 @@ export class PanelState {
     if (changes) this.#apply(changes, false);
     if (logs) this.logs.add(logs);
     if (outputs) this.outputs.add(outputs, bytes);
+    if (this.whole) this.kernel.seen();
   }
 
   #clear() {

@@ -1,0 +1,368 @@
+"""A detached run as another process sees it: what its folder holds, shown from the begin and while it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from nblaunch.engines import current
+from nblaunch.errors import RankLostError, StartError
+from nblaunch.launch import run_folders
+from nblaunch.launch.control import ControlLink, RemoteConsole
+from nblaunch.launch.ending import Ending
+from nblaunch.launch.events_file import EventsReader
+from nblaunch.launch.failures import attach as attach_results
+from nblaunch.launch.frontend import host
+from nblaunch.launch.handle import Launch
+from nblaunch.launch.options import Options
+from nblaunch.launch.output.follower import OutputFollower
+from nblaunch.launch.output.reports import ReportList
+from nblaunch.launch.payload import Shipment
+from nblaunch.launch.result import LaunchResult, Sent
+from nblaunch.launch.run_folders import RunFolder
+from nblaunch.launch.views import (
+    Begun,
+    Ended,
+    Event,
+    Outcome,
+    Preparing,
+    RanksPlaced,
+    ShieldedView,
+    StacksShown,
+    Started,
+    Tick,
+    View,
+)
+from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import Process
+from nblaunch.machine.packages import installed_path
+from nblaunch.wire.messages import Source
+
+ENDING = "ending.pickle"
+RUNNER_LOG = "runner.log"
+_END_TIMEOUT_S = 10.0
+"""For a runner to exit after the last event."""
+_MAIN = (
+    "import json, os, sys; os.fork() and os._exit(0); folder, path, *fds = json.loads(sys.argv[1]); "
+    "sys.path[:] = path; from nblaunch.launch.runner import main; main(folder, *fds)"
+)
+"""The runner is no descendant of the kernel: VS Code kills those."""
+_shown = itertools.count(1)
+_live: weakref.WeakSet[AttachedLaunch] = weakref.WeakSet()
+
+
+# ------------------------------------------------------------------ starting a run
+@dataclass(frozen=True)
+class RunOrder:
+    """What a runner is to run; the payload comes as descriptors."""
+
+    function: str
+    only: tuple[int, ...] | None
+    """The ranks that a cell is for; None: all."""
+    options: Options
+    process: Process
+    sources: Mapping[str, Source]
+    sent: Sent
+
+
+def start_run(name: str, shipment: Shipment, order: RunOrder) -> RunFolder:
+    """Start the runner of a new run. ArgumentError: the name is in use. StartError: the system refuses."""
+    notebook, source = host().notebook(), next(iter(order.sources.values()), Source("", ""))
+    folder = run_folders.create(name)
+    try:
+        run_folders.write_facts(
+            folder, name, order.function, notebook, source=source.text, versions=run_folders.versions()
+        )
+        _start_runner(folder, shipment, order)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise StartError(f"the run {name} could not be started: {error}") from error
+    except BaseException:  # the user's interrupt, too: the runner ends when it cannot tell that it is ready
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return run_folders.find_run(name)
+
+
+def _start_runner(folder: Path, shipment: Shipment, order: RunOrder) -> None:
+    with contextlib.ExitStack() as opened:
+        log = opened.enter_context(open(folder / RUNNER_LOG, "ab"))
+        orders = opened.enter_context(tempfile.TemporaryFile())
+        pickle.dump(order, orders)
+        orders.flush()
+        orders.seek(0)
+        ready, told = os.pipe()
+        opened.callback(os.close, ready)
+        fds = [told, orders.fileno(), *shipment.fds]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, json.dumps([str(folder), installed_path(), *fds])],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        finally:
+            os.close(told)
+        process.wait()
+        if os.read(ready, 2) != b"ok":
+            said = (folder / RUNNER_LOG).read_text(errors="replace").strip()[-4000:]
+            raise StartError(f"the process that holds the run could not be started: {said or 'it was killed'}")
+
+
+# ------------------------------------------------------------------ showing a folder
+class Replay:
+    """Shows the events and outputs of a folder to a view: first those that are there, then those that are added.
+
+    Attributes:
+        outcome: How the launch has ended, once that is shown.
+        seconds: The time since the begin of what is shown.
+    """
+
+    def __init__(self, run: RunFolder, view: View, stop: Callable[[], None] = lambda: None) -> None:
+        self.outcome: Outcome | None = None
+        self._run, self._view, self._stop = run, view, stop
+        self._id = f"{run.name}-{os.getpid()}-{next(_shown)}"  # each panel of a run has its own
+        self._reader = EventsReader(run.path)
+        self._at: float | None = None
+        self._output: OutputFollower | None = None
+
+    def seconds(self) -> float:
+        return (time.time() if self._at is None else self._at) - self._run.began
+
+    @property
+    def reports(self) -> ReportList:
+        return self._output.reports if self._output is not None else ReportList()
+
+    def read(self) -> list[Event]:
+        """Show what has been added; return the events."""
+        events = []
+        for at, event in self._reader.read():
+            self._at = at
+            self._take(event)
+            events.append(event)
+        self._at = None
+        if self._output is not None and self.outcome is None:
+            self._output.poll()
+            self._view.on(Tick())
+        return events
+
+    def end(self, outcome: Outcome) -> None:
+        """Show the end that the folder does not tell."""
+        self._take(Ended(outcome))
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, (Started, Ended)) and self._output is not None:
+            self._output.finish()
+        if isinstance(event, Started):
+            info = replace(event.info, launch_id=self._id)
+            ranks = [current.files_of(rank, info.log_dir) for rank in range(info.world_size)]
+            self._output = OutputFollower(ranks, (), self._view)
+            event = Started(info)
+        elif isinstance(event, Preparing) and event.cancel is not None:
+            event = replace(event, cancel=self._stop)
+        elif isinstance(event, Ended):
+            self.outcome = event.outcome
+        self._view.on(event)
+
+
+class AttachedLaunch(Launch):
+    """A run that another process holds. A thread shows it in this one's view."""
+
+    def __init__(self, run: RunFolder, view: View) -> None:
+        self._run = run
+        self._link = None if run.is_over else _linked(run)
+        shielded = ShieldedView(view)
+        console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
+        super().__init__(run.function, run.ranks, run.name, shielded, console)
+        self._begin = time.monotonic() - (time.time() - run.began)
+        self._replay = Replay(run, shielded, self.stop)
+        self._asked: Future[dict[int, str]] = Future()
+        self._is_loaded = False
+        self._input.begin(blocking=False)
+        self._view.on(Begun(self, False, self._replay.seconds))
+        _live.add(self)
+        thread = threading.Thread(target=self._follow, name=f"nblaunch-run-{run.name}", daemon=True)
+        thread.start()
+
+    def stop(self) -> None:
+        self._tell("stop")
+
+    def kill(self) -> None:
+        self._tell("kill")
+
+    def ask_stacks(self) -> None:
+        self._tell("stacks")
+
+    def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
+        asked: Future[dict[int, str]] = Future()
+        self._asked = asked
+        self._tell("stacks")
+        with contextlib.suppress(TimeoutError):
+            return {} if self.done else asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
+        return {}
+
+    def result(self) -> LaunchResult:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        self.wait()
+        if not self._is_loaded:
+            self._is_loaded = True
+            self._load()
+        return super().result()
+
+    def _state(self) -> str:
+        if not self.done:
+            return super()._state()
+        return self._replay.outcome.state if self._replay.outcome is not None else "lost"
+
+    def _tell(self, what: str) -> None:
+        if self._link is not None:
+            self._link.send({"do": what})
+
+    # -------------------------------------------------------------- in the thread
+    def _follow(self) -> None:
+        try:
+            if self._link is not None:
+                self._view.on(RanksPlaced(self._link))
+            while not self._step():
+                time.sleep(timeouts.LOG_POLL_S)
+        finally:
+            if self._link is not None:
+                self._link.disconnect()
+            run_folders.mark_seen(self._run.path)
+            self._asked.cancel()
+            self._finished.set()
+            self.console.on_step()
+            host().forget_thread()
+
+    def _step(self) -> bool:
+        """Show what is new. Return True if that is all."""
+        is_over = self._link is None or (self._link.is_closed and not self._reconnected(self._link))  # first
+        for event in self._replay.read():
+            if isinstance(event, Started):
+                self.world_size = event.info.world_size
+            elif isinstance(event, StacksShown) and not self._asked.done():
+                self._asked.set_result(dict(event.texts))
+        if self._link is not None:
+            self._link.poll()
+        self.console.on_step()
+        if is_over and self._replay.outcome is None:
+            self._lose()
+        return self._replay.outcome is not None
+
+    def _reconnected(self, link: ControlLink) -> bool:
+        now = run_folders.read(self._run.path)
+        if now is None or now.is_over:
+            return False
+        link.reconnect()
+        return True
+
+    def _lose(self) -> None:
+        """Show that the run is lost: its runner has died, and left no end."""
+        now = run_folders.read(self._run.path)
+        lost = now.lost if now is not None else Outcome("failed", 0.0, "lost: its folder was removed")
+        self._error = RankLostError(f"the run {self._run.name} is {lost.message}. Logs: {self._run.path}")
+        self._is_loaded = True
+        self._replay.end(lost)
+
+    # -------------------------------------------------------------- the result
+    def _load(self) -> None:
+        """Load what the ranks have returned, or the error, from the folder."""
+        found = _ending_in(self._run.path)
+        if found is None:  # written after the last event, if the ranks did not start
+            run_folders.wait_for_end(self._run.path, _END_TIMEOUT_S)
+            found = _ending_in(self._run.path)
+        if found is None:
+            outcome = self._replay.outcome
+            self._error = StartError(outcome.message if outcome is not None else "the run has left no result")
+            return
+        if isinstance(found, BaseException):
+            self._error = found
+            return
+        self._returned, error = found.load(parcels_in(found.account.files.directory))
+        self._error, self._crash = found.error() or error, found.crash
+        if self._error is None:
+            self._result = found.result(self._returned, self._replay.reports, self._view.record_html)
+        else:
+            attach_results(self._returned, self._error, found.account.files)
+
+
+def _linked(run: RunFolder) -> ControlLink:
+    try:
+        return ControlLink(run.path)
+    except OSError as error:
+        raise StartError(
+            f"the run {run.name} is held by a process that cannot be reached from here ({error}): attach on the "
+            "machine and in the container where it was started"
+        ) from error
+
+
+def _ending_in(folder: Path) -> Ending | BaseException | None:
+    for directory in (folder, *sorted(folder.glob("*Z-*"), reverse=True)):
+        with contextlib.suppress(FileNotFoundError):
+            return cast("Ending | BaseException", pickle.loads((directory / ENDING).read_bytes()))
+    return None
+
+
+# ------------------------------------------------------------------ results in files
+def store_parcel(directory: Path, rank: int, fds: Sequence[int]) -> None:
+    """Write the parcel of a rank's result to files. OSError: there is no room."""
+    for number, fd in enumerate(fds):
+        with open(directory / f"rank{rank}.result{number}", "wb") as file:
+            at, size = 0, os.fstat(fd).st_size
+            while at < size:
+                at += os.sendfile(file.fileno(), fd, at, size - at)
+            os.fsync(file.fileno())
+
+
+def parcels_in(directory: Path) -> dict[int, list[int]]:
+    """Open the parcels of a directory: descriptors by rank, which the caller closes."""
+    names: dict[int, dict[int, Path]] = {}
+    for path in directory.glob("rank*.result*"):
+        rank, _, number = path.name.removeprefix("rank").partition(".result")
+        names.setdefault(int(rank), {})[int(number)] = path
+    return {
+        rank: [os.open(path, os.O_RDWR | os.O_CLOEXEC) for _, path in sorted(paths.items())]
+        for rank, paths in names.items()
+    }
+
+
+# ------------------------------------------------------------------ the user's call
+def attached() -> list[AttachedLaunch]:
+    """Return the runs that this process shows and that have not ended."""
+    return [each for each in _live if not each.done]
+
+
+def attach(name: str, view: str = "auto") -> Launch:
+    """Show a detached run here: live, with its history, its logs and charts, Stop and Stacks.
+
+    It may be attached several times, also from other notebooks and kernels of this machine.
+
+    Args:
+        name: The name of the run; `nblaunch.runs` lists them.
+        view: See `nblaunch.notebook_launcher`.
+
+    Returns:
+        A `Launch`: ``wait()`` and ``result()`` wait for the end, ``stop()`` stops it. Its ``result()`` is there as long
+        as the folder of the run, also after a restart of the kernel or of the machine.
+
+    Raises:
+        ArgumentError: There is no such run.
+        StartError: It runs where it cannot be reached from here.
+    """
+    return AttachedLaunch(run_folders.find_run(name), host().view(view))

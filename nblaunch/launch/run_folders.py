@@ -1,0 +1,269 @@
+"""The folders of launches and of detached runs, as any process reads them: what ran, when, and how it ended.
+
+The folder is the truth. A launch's is its log directory. A detached run's is ``run-NAME`` beside them, with the log
+directory of each attempt in it, and what its runner needs and leaves: the socket, its own log, and the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from nblaunch.errors import ArgumentError
+from nblaunch.launch.events_file import ends_of
+from nblaunch.launch.output.log_directory import LAUNCH_NAME, is_own, state_root
+from nblaunch.launch.output.reports import ReportList
+from nblaunch.launch.views import Ended, Event, Outcome, Preparing, Reports, Started
+from nblaunch.machine.arguments import FILE_NAME
+from nblaunch.wire import launch_files
+
+PREFIX = "run-"
+_FACTS = "run.json"
+_SEEN = "seen"
+"""In the folder of a run whose end was shown."""
+_SPOOL_TAIL_BYTES = 16 << 10
+_POLL_S = 0.05
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what is different after each start of this machine; empty if it has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def write_facts(folder: Path, launch_id: str, function: str, notebook: str, **more: Any) -> None:
+    """Write what does not change about a launch."""
+    facts = {"id": launch_id, "function": function, "notebook": notebook, "began": time.time(), "pid": os.getpid()}
+    facts |= {"host": socket.gethostname(), "boot": boot_id(), **more}
+    (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    known = {name: metadata.version(name) for name in ("nblaunch", "torch")}
+    return {"python": platform.python_version(), **known}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of one launch or detached run, as it was when it was read.
+
+    Attributes:
+        name: The name of a run; of another launch its id.
+        state: ``starting``, ``running``, ``finished``, ``failed``, ``stopped``, or ``lost``: its process has died.
+        ended: When it ended, in seconds since the epoch; 0.0: it runs, or no one knows.
+        message: Why it failed or was stopped, or what it waits for.
+    """
+
+    path: Path
+    name: str
+    function: str
+    state: str
+    ranks: int
+    began: float
+    ended: float
+    seconds: float
+    """How long it has run; 0.0 if no one knows."""
+    message: str
+    notebook: str
+    log_dir: Path
+    printed: Sequence[Reports] = ()
+    """The last metrics that were found in printed lines."""
+
+    @property
+    def is_detached(self) -> bool:
+        return self.path.name.startswith(PREFIX)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("starting", "running")
+
+    @property
+    def lost(self) -> Outcome:
+        """The end of a run whose process has died: no event tells it."""
+        last = max((path.stat().st_mtime for path in self.path.rglob("*") if path.is_file()), default=self.began)
+        return Outcome("failed", max(0.0, last - self.began), f"lost: {self.message}", at=last)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The latest value of each metric: the mean over the ranks that reported it."""
+        reports = ReportList()
+        records = [(each.rank, record) for each in self.printed for record in each.records]
+        for path in self.log_dir.glob("rank*.spool"):
+            rank = int(path.stem.removeprefix("rank"))
+            records += [(rank, record) for record in _last_records(path)]
+        for rank, record in records:
+            if "metrics" in record:
+                reports.add(rank, record["time"], record["step"], record["metrics"])
+        return reports.last
+
+
+def _last_records(path: Path) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _SPOOL_TAIL_BYTES))
+        for line in file:
+            with contextlib.suppress(ValueError):  # the first one may be torn
+                if isinstance(record := json.loads(line), dict):
+                    yield record
+
+
+def read(path: Path) -> RunFolder | None:
+    """Return what a folder says; None if it holds no launch."""
+    try:
+        facts = json.loads((path / _FACTS).read_text())
+    except (OSError, ValueError):
+        return None
+    held = _is_held(path)  # first: a launch that ends now is then seen as running
+    events: list[Event] = [event for _, event in ends_of(path)]
+    started = [event.info for event in events if isinstance(event, Started)]
+    end = next((event.outcome for event in reversed(events) if isinstance(event, Ended)), None)
+    last = events[-1] if events else None
+    state, message = "running" if started else "starting", last.text if isinstance(last, Preparing) else ""
+    if end is not None:
+        state, message = end.state, end.message
+    elif not held:
+        rebooted = facts.get("boot") not in ("", boot_id()) and facts.get("host") == socket.gethostname()
+        state, message = "lost", _REBOOTED if rebooted else _DIED[path.name.startswith(PREFIX)]
+    attempts = sorted(each for each in path.glob("*Z-*") if each.is_dir())
+    return RunFolder(
+        path,
+        path.name.removeprefix(PREFIX) if path.name.startswith(PREFIX) else facts["id"],
+        facts["function"],
+        state,
+        started[-1].world_size if started else 0,
+        facts["began"],
+        end.at if end is not None else 0.0,
+        end.seconds if end is not None else 0.0 if state == "lost" else time.time() - facts["began"],
+        message,
+        facts["notebook"],
+        attempts[-1] if attempts else path,
+        [event for event in events if isinstance(event, Reports)],
+    )
+
+
+_REBOOTED = "the machine was started again"
+_DIED = {True: "the process that held the run was killed, and the ranks with it", False: "its kernel ended before it"}
+
+
+def _is_held(folder: Path) -> bool:
+    """Return True if a process holds the lock of a folder."""
+    try:
+        fd = os.open(folder / launch_files.LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others who look have shared locks, too
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def folder_of(name: str) -> Path:
+    return state_root() / f"{PREFIX}{name}"
+
+
+def mark_seen(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # removed, or a full disk
+        (folder / _SEEN).touch()
+
+
+def unseen(notebook: str) -> list[RunFolder]:
+    """Return the runs of a notebook that have ended, and no one has seen it."""
+    runs = (_own(path) for path in state_root().glob(f"{PREFIX}*") if not (path / _SEEN).exists())
+    return [run for run in runs if run is not None and run.is_over and run.notebook == notebook]
+
+
+def every() -> list[RunFolder]:
+    """Return all launches and runs of this user, the latest first."""
+    with os.scandir(state_root()) as entries:
+        names = [each for each in entries if each.name.startswith(PREFIX) or LAUNCH_NAME.fullmatch(each.name)]
+        found = [read(Path(each.path)) for each in names if is_own(each)]
+    return sorted((each for each in found if each is not None), key=lambda each: -each.began)
+
+
+def wait_for_end(folder: Path, seconds: float) -> None:
+    """Wait until no process holds a folder."""
+    deadline = time.monotonic() + seconds
+    while _is_held(folder) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def find(name: str | None) -> RunFolder:
+    """Return the run of this name, else the latest launch with this id or function; None: the latest of all.
+
+    ArgumentError: there is none.
+    """
+    if name is not None and FILE_NAME.fullmatch(name) and (run := _own(folder_of(name))) is not None:
+        return run
+    known = every()
+    found = next((each for each in known if name is None or name in (each.name, each.function)), None)
+    if found is None:
+        runs = ", ".join(each.name for each in known if each.is_detached)
+        said = f"name={name!r}: no such run or launch" if name is not None else "there is no run or launch yet"
+        raise ArgumentError(f"{said}; the runs are: {runs}" if runs else f"{said}; nblaunch.runs() lists all")
+    return found
+
+
+def _own(path: Path) -> RunFolder | None:
+    """Return the run in a folder; None if there is none of this user's: users may share the state directory."""
+    try:
+        return read(path) if path.lstat().st_uid == os.getuid() else None
+    except OSError:
+        return None
+
+
+def find_run(name: str) -> RunFolder:
+    """Return the detached run of this name. ArgumentError: there is none."""
+    run = find(name)
+    if not run.is_detached:
+        raise ArgumentError(
+            f"name={name!r}: a launch of another notebook, which is not detached, cannot be attached: "
+            f"nblaunch.show({run.name!r}) shows its record"
+        )
+    return run
+
+
+def create(name: str) -> Path:
+    """Create the folder of a new run. ArgumentError: the name is in use."""
+    folder = folder_of(name)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        run = _own(folder)
+        if run is None:
+            raise ArgumentError(f"detach={name!r}: the name is in use: {folder} exists") from None
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+        raise ArgumentError(
+            f"detach={name!r}: the name is in use by a run of {run.function} from {since} ({run.state}): "
+            f"nblaunch.attach({name!r}) shows it, `python -m nblaunch rm {name}` removes it"
+        ) from None
+    return folder
+
+
+def remove(name: str) -> None:
+    """Remove the folder of a run that is over. ArgumentError: it runs, or there is none."""
+    run = find_run(name)
+    if not run.is_over:
+        raise ArgumentError(
+            f"name={name!r}: the run is {run.state}: stop it first, with `python -m nblaunch stop {name}`"
+        )
+    shutil.rmtree(run.path)
+
+
+def size_of(path: Path) -> int:
+    return sum(each.lstat().st_size for each in path.rglob("*"))

@@ -1,0 +1,157 @@
+"""The process that holds a detached run: it outlives the kernel that has started it, and supervises like one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nblaunch.engines import current
+from nblaunch.errors import LaunchStoppedError, NblaunchError, StartError
+from nblaunch.launch.attached import ENDING, RunOrder, store_parcel
+from nblaunch.launch.control import ControlServer
+from nblaunch.launch.ending import Ending
+from nblaunch.launch.events_file import EventsFile
+from nblaunch.launch.handle import OwnLaunch
+from nblaunch.launch.machines import planned, with_usable_method
+from nblaunch.launch.payload import Shipment
+from nblaunch.launch.run import Run
+from nblaunch.launch.run_folders import PREFIX
+from nblaunch.launch.views import Both, Ended, Note, Outcome, State
+from nblaunch.machine import processes
+from nblaunch.wire import launch_files
+from nblaunch.wire.messages import Cell, Payload, Settings
+
+_STORE_RETRY_S = 10.0
+"""Between two attempts to write results to a full disk."""
+
+
+def main(folder: str, ready: int, orders: int, *parcel: int) -> None:
+    """Hold the run of a folder until it ends. `ready` gets a word once it can be attached."""
+    processes.set_name("nblaunch-run")
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    with open(orders, "rb") as file:
+        order: RunOrder = pickle.load(file)  # from the kernel that has started this process
+    sys.path[:], sys.argv[:] = order.process.sys_path, order.process.argv  # ranks inherit them
+    path = Path(folder)
+    lock = launch_files.acquire_lock(path)
+    if lock is None:
+        raise StartError(f"{path} is in use by another process")
+    server = ControlServer(path)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, frame: server.stop())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.write(ready, b"ok")
+    os.close(ready)
+    try:
+        _hold(path, order, parcel, server)
+    finally:
+        server.close()
+        current.stop()
+        launch_files.release_lock(lock)
+
+
+def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlServer) -> None:
+    events = EventsFile(lambda info: folder)
+    events.open(folder)
+    try:
+        launch = _prepared(folder, order, parcel, server, events)
+        server.control(launch)
+        launch.begin()
+        launch.outlast()
+        error = launch.failure
+    except NblaunchError as refused:
+        error = refused
+        state: State = "stopped" if isinstance(refused, LaunchStoppedError) else "failed"
+        events.on(Ended(Outcome(state, 0.0, str(refused))))
+    if error is not None and not any(folder.rglob(ENDING)):
+        _write(folder / ENDING, pickle.dumps(error))
+
+
+def _prepared(
+    folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlServer, events: EventsFile
+) -> HeldLaunch:
+    shown = Both(events, server)
+    engine, plan = planned(order.options, shown)
+    plan = with_usable_method(plan, engine, shown)
+    if order.options.preload:
+        engine.preload(order.options.preload)
+    stand_in = Cell("", "", order.function, order.only)  # its name is all that a supervisor needs of a function
+    payload = Payload(stand_in, (), {}, None, Settings(), {})
+    shipment = Shipment(payload, _Received(parcel), order.sources, order.sent)
+    return HeldLaunch(plan, shipment, server, engine, None, folder)
+
+
+class _Received:
+    """The payload's parcel, as it came with this process."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.fds = tuple(fds)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class HeldLaunch(OwnLaunch):
+    """A launch that leaves its end in its folder, for the processes that attach."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._error
+
+    def outlast(self) -> None:
+        """Wait for the end in the main thread, which handles signals, and has no user."""
+        self._finished.wait()
+
+    def _first_notes(self) -> Iterator[str]:
+        yield from super()._first_notes()
+        assert self._root is not None
+        name = self._root.name.removeprefix(PREFIX)
+        job = os.environ.get("SLURM_JOB_ID")
+        end = f"Slurm job {job}" if job else "this container or machine"
+        yield (
+            f"process {os.getpid()} holds this run: it outlives the kernel, and ends with {end}. "
+            f"nblaunch.attach({name!r}) shows it in any notebook"
+        )
+
+    def _take(self, ending: Ending, run: Run) -> BaseException | None:
+        """Write the end to files. While there is no room, keep it, and try again."""
+        noted = False
+        while True:
+            try:
+                self._store(ending, run)
+                return None
+            except OSError as error:
+                directory = ending.account.files.directory
+                said = f"the results cannot be written to {directory}: {error}"
+                if self._commands.kill:
+                    return StartError(said)
+                if not noted:
+                    noted = True
+                    self._view.on(Note(f"{said}. The run keeps them and tries again: free space there"))
+            threading.Event().wait(_STORE_RETRY_S)
+
+    def _store(self, ending: Ending, run: Run) -> None:
+        directory = ending.account.files.directory
+        for rank, fds in run.results.items():
+            store_parcel(directory, rank, fds)
+        _write(directory / ENDING, pickle.dumps(ending))
+        for fds in run.results.values():
+            for fd in fds:
+                os.close(fd)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is whole once it has its name."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

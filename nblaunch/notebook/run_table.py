@@ -1,0 +1,145 @@
+"""What ran: the table of all runs and launches, and the record of one, from their folders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, overload
+
+from nblaunch.launch import run_folders
+from nblaunch.launch.attached import Replay
+from nblaunch.launch.frontend import host
+from nblaunch.launch.output.metric_names import number_of
+from nblaunch.launch.run_folders import RunFolder
+from nblaunch.launch.views import Begun, Event, View, duration_text
+from nblaunch.machine.segments import in_words
+from nblaunch.notebook.launch_model import LaunchModel
+from nblaunch.notebook.record import as_html, as_text
+
+if TYPE_CHECKING:
+    import pandas
+
+_MAX_ROWS = 20
+_MAX_METRICS = 4
+_COLUMNS = ("name", "function", "state", "ranks", "since", "duration", "metrics", "notebook", "folder")
+
+
+class Runs(Sequence[RunFolder]):
+    """Runs and launches, the latest first: their names, states, metrics and folders. Displays as a table."""
+
+    def __init__(self, found: Sequence[RunFolder]) -> None:
+        self._found = found
+
+    @overload
+    def __getitem__(self, index: int) -> RunFolder: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RunFolder]: ...
+    def __getitem__(self, index: int | slice) -> RunFolder | Sequence[RunFolder]:
+        return self._found[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a DataFrame with a row for each: `since` and `ended` as times, `duration` in seconds.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        import pandas
+
+        rows = [
+            {
+                "name": run.name,
+                "function": run.function,
+                "state": run.state,
+                "ranks": run.ranks,
+                "since": run.began,
+                "duration": run.seconds,
+                "notebook": run.notebook,
+                "folder": str(run.path),
+                **run.metrics,
+            }
+            for run in self
+        ]
+        table = pandas.DataFrame(rows, columns=None if rows else [each for each in _COLUMNS if each != "metrics"])
+        table["since"] = pandas.to_datetime(table["since"], unit="s", utc=True)
+        return table
+
+    def __repr__(self) -> str:
+        rows = [_COLUMNS, *map(_cells, self[:_MAX_ROWS])]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, *self._more()]) if self else "no runs or launches yet"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _COLUMNS)
+        body = "".join(f"<tr>{''.join(map(_cell_html, _cells(run)))}</tr>" for run in self[:_MAX_ROWS])
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + "<br>".join(self._more())
+
+    def _more(self) -> list[str]:
+        kept = [run for run in self if run.is_detached]
+        size = in_words(sum(run_folders.size_of(run.path) for run in kept))
+        said = [f"and {len(self) - _MAX_ROWS} more"] if len(self) > _MAX_ROWS else []
+        one = len(kept) == 1
+        noun = f"{len(kept)} detached run{'' if one else 's'} take{'s' if one else ''}"
+        return said + ([f"{noun} {size}, until `python -m nblaunch rm NAME`"] if kept else [])
+
+
+def _cell_html(text: str) -> str:
+    return f"<td style='text-align:left'>{escape(text)}</td>"
+
+
+def _cells(run: RunFolder) -> tuple[str, ...]:
+    metrics = [f"{name} {number_of(name, value)}" for name, value in list(run.metrics.items())[:_MAX_METRICS]]
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+    duration = duration_text(run.seconds) if run.seconds else ""
+    named = run.name, run.function, run.state, str(run.ranks or "")
+    return *named, since, duration, ", ".join(metrics), run.notebook, str(run.path)
+
+
+def runs() -> Runs:
+    """Return all launches and detached runs of this user on this machine, the latest first, as a table.
+
+    Launches are listed as long as their logs are kept: the last 50, and as many cells of sessions. Detached runs are
+    listed until ``python -m nblaunch rm NAME``.
+    """
+    return Runs(run_folders.every())
+
+
+def show(name: str | None = None) -> None:
+    """Show the record of a launch or run in this cell: how it ended, its metrics, what it displayed and printed last.
+
+    Args:
+        name: The name of a run, the id of a launch, or its function: then the latest of them. `nblaunch.runs` lists
+            both. Default: the latest of all.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    run = run_folders.find(name)
+    html = record_of(run)
+    if run.is_over and run.is_detached:
+        run_folders.mark_seen(run.path)
+    host().show_html(html, as_text(html))
+
+
+class _ModelView(View):
+    def __init__(self) -> None:
+        self.model = LaunchModel()
+
+    def on(self, event: Event) -> None:
+        self.model.take(event)
+
+
+def record_of(run: RunFolder) -> str:
+    """Return the record of a launch or run as HTML, from its folder."""
+    view = _ModelView()
+    replay = Replay(run, view)
+    unheard: Any = None
+    view.on(Begun(unheard, False, replay.seconds))
+    replay.read()
+    if run.state == "lost":
+        replay.end(run.lost)
+    return as_html(view.model.record())
