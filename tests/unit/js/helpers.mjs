@@ -78,6 +78,7 @@ export class FakeModel {
       sent,
     };
     this.sentMessages = [];
+    this.seen = 0; // messages that say so
     this.listeners = [];
     this.widget_manager = manager;
   }
@@ -91,7 +92,8 @@ export class FakeModel {
     if (name === "msg:custom") this.listeners = this.listeners.filter((known) => known !== listener);
   }
   send(content) {
-    this.sentMessages.push(content);
+    if (content.kind === "seen") this.seen++;
+    else this.sentMessages.push(content);
   }
   deliver(content, data) {
     const buffers = data === undefined ? [] : [new DataView(bytes(data).buffer)];

@@ -223,3 +223,12 @@ test("every field of info reaches the views", () => {
   const model = new FakeModel({ info: { added_later: 1 } });
   assert.deepEqual(new PanelState(model, new FakeClock()).info, model.state.info);
 });
+
+test("it says that a page shows the panel, and that one has shown the end", () => {
+  const { model, panel } = opened();
+  assert.equal(model.seen, 1);
+  panel.receive(deltaOf(1, { state: { name: "finished" } }));
+  assert.equal(model.seen, 1);
+  panel.receive({ ...deltaOf(2), last: true });
+  assert.equal(model.seen, 2);
+});
