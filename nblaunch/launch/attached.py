@@ -42,6 +42,7 @@ from nblaunch.launch.views import (
     Outcome,
     Preparing,
     RanksPlaced,
+    Reports,
     ShieldedView,
     StacksShown,
     Started,
@@ -141,13 +142,15 @@ class Replay:
         self._reader = EventsReader(run.path)
         self._at: float | None = None
         self._output: OutputFollower | None = None
+        self._printed: list[Reports] = []
+        """Of the present attempt."""
 
     def seconds(self) -> float:
         return (time.time() if self._at is None else self._at) - self._run.began
 
     @property
     def reports(self) -> ReportList:
-        return self._output.reports if self._output is not None else ReportList()
+        return self._output.listed(self._printed) if self._output is not None else ReportList()
 
     def read(self) -> list[Event]:
         """Show what has been added; return the events."""
@@ -172,8 +175,11 @@ class Replay:
         if isinstance(event, Started):
             info = replace(event.info, launch_id=self._id)
             ranks = [current.files_of(rank, info.log_dir) for rank in range(info.world_size)]
-            self._output = OutputFollower(ranks, (), self._view)
+            self._output = OutputFollower(ranks, (), self._view, lists_reports=False)
+            self._printed.clear()
             event = Started(info)
+        elif isinstance(event, Reports):
+            self._printed.append(event)
         elif isinstance(event, Preparing) and event.cancel is not None:
             event = replace(event, cancel=self._stop)
         elif isinstance(event, Ended):

@@ -67,15 +67,16 @@ class Series:
         """Return the kept points, in order of arrival; numbered: with the number of the report as x."""
         return [(float(number) if numbered else x, y) for x, y, number in self.reported]
 
-    def add(self, x: float | None, y: float) -> float:
-        """Append a point and return its x, by default the number of the report."""
-        point = (float(self.count) if x is None else x, y, self.count)
-        self.count += 1
-        for points in (self.reported, self.unsent):
-            points.append(point)
-            if len(points) > _MAX_SERIES_POINTS:
-                points[:] = downsampled(points, _MAX_SERIES_POINTS // 2)
-        return point[0]
+    def extend(self, points: Sequence[tuple[float | None, float]]) -> list[float]:
+        """Append points and return their x, by default the numbers of the reports."""
+        new = [(float(number) if x is None else x, y, number) for number, (x, y) in enumerate(points, self.count)]
+        self.count += len(new)
+        thin = downsampled(new, _MAX_SERIES_POINTS // 2)
+        for kept in (self.reported, self.unsent):
+            kept += thin
+            if len(kept) > _MAX_SERIES_POINTS:
+                kept[:] = downsampled(kept, _MAX_SERIES_POINTS // 2)
+        return [x for x, _, _ in new]
 
 
 class PanelState:
@@ -117,15 +118,22 @@ class PanelState:
             self._set(name="running")
 
     def add_reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
+        points: dict[str, list[tuple[float | None, float]]] = {}
         for record in records:
             if "metrics" in record:
+                step = record.get("step")
                 for name, value in record["metrics"].items():
-                    self._add_point(name, rank, record.get("step"), value)
+                    points.setdefault(name, []).append((step, value))
             elif "progress" in record:
                 self._set_bar(rank, record)
-            elif "best" in record and self.best.get(record["best"], (rank,))[0] >= rank:
-                entry = BestEntry(record["best"], record["step"], _finite(record["value"]))
-                self.best[entry.metric] = rank, entry
+        for name, found in points.items():
+            self._add_points(name, rank, found)
+        for record in records:
+            if "best" in record and self.best.get(record["best"], (rank,))[0] >= rank:
+                name, step, value = record["best"], record["step"], record["value"]
+                if value is None and rank in self.series.get(name, {}):
+                    value = dict(self.series[name][rank].points()).get(step)
+                self.best[name] = rank, BestEntry(name, step, _finite(value))
                 self._mark("best")
 
     def _set_bar(self, rank: int, record: Mapping[str, Any]) -> None:
@@ -142,11 +150,11 @@ class PanelState:
             del bars[min(others, key=lambda bar: (bar.done != bar.total, -bar.level)).name]
         self._mark("progress", [rank])
 
-    def _add_point(self, name: str, rank: int, step: int | None, value: float) -> None:
+    def _add_points(self, name: str, rank: int, points: Sequence[tuple[float | None, float]]) -> None:
         if name in self.series or len(self.series) < _MAX_METRICS:
-            x = self.series.setdefault(name, {}).setdefault(rank, Series()).add(step, value)
+            xs = self.series.setdefault(name, {}).setdefault(rank, Series()).extend(points)
             self._mark("metrics", [rank])
-            if self.plan.add(name, x, rank):
+            if self.plan.extend(name, xs, rank):
                 self._mark("charts")
         elif not self._has_noted_limit:
             self._has_noted_limit = True

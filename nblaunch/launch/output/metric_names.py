@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -145,6 +146,14 @@ class ChartPlan:
         else:
             self._apart.add(name)
         return is_new or was_apart != (name in self._apart)
+
+    def extend(self, name: str, xs: Sequence[float], source: Hashable) -> bool:
+        """Add values as `add` does, one after the other."""
+        changed = self.add(name, xs[0], source)
+        if name not in self.numbered and any(map(operator.le, xs[1:], xs)):
+            self.numbered.add(name)
+            changed = True
+        return self.add(name, xs[-1], source) or changed if len(xs) > 1 else changed
 
     def _join(self, name: str) -> None:
         base, part = family(name)
