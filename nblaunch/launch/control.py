@@ -140,6 +140,8 @@ class ControlServer(View):
                 self._info, self._workers = info, None
             case Preparing(_, cancel):
                 self._cancel = cancel
+                if self._is_stopped and cancel is not None:
+                    cancel()
 
     def control(self, launch: Controls) -> None:
         """Control this launch from now on."""

@@ -162,3 +162,38 @@ def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:
         )
         assert total.read_text() == "1.0"
         assert [log.name for log in Path(shared).glob("*.out")] == ["mine.out"]  # the user's options replace the file's
+
+
+def test_a_detached_run_holds_its_own_nodes_and_gives_them_back(slurm: SlurmCluster) -> None:
+    folder = tempfile.TemporaryDirectory(dir="/var/tmp")  # nodes have a /tmp of their own
+    go_on = Path(folder.name, "go on")
+
+    def train() -> str:
+        nblaunch.report(step=1, loss=0.5)
+        print("begun", flush=True)
+        while not go_on.exists():
+            time.sleep(0.1)
+        dist.barrier()
+        return socket.gethostname()
+
+    run = launch(train, detach="far")
+    eventually(lambda: run.stacks().keys() == {0, 1})
+    assert [state for _, state, _ in jobs(slurm)] == ["RUNNING"]
+    assert current.status()[1:] == []  # of this process
+    go_on.touch()
+    result = run.result()
+    assert list(result) == ["n1", "n2"]
+    assert result.metrics.last == {"loss": 0.5}
+    assert [logs.text() for logs in result.logs] == ["begun\n", "begun\n"]
+    eventually(lambda: jobs(slurm) == [])
+    folder.cleanup()
+
+
+def test_a_detached_run_that_waits_for_nodes_can_be_stopped(slurm: SlurmCluster) -> None:
+    run = launch(hosts, engine="slurm --begin=now+1hour", detach="later")
+    eventually(lambda: len(jobs(slurm)) == 1)
+    run.stop()
+    with pytest.raises(LaunchStoppedError, match="^cancelled while waiting for nodes$"):
+        run.result()
+    assert nblaunch.runs()[0].state == "stopped"
+    eventually(lambda: jobs(slurm) == [])
