@@ -193,7 +193,7 @@ def test_a_detached_run_that_waits_for_nodes_can_be_stopped(slurm: SlurmCluster)
     run = launch(hosts, engine="slurm --begin=now+1hour", detach="later")
     eventually(lambda: len(jobs(slurm)) == 1)
     run.stop()
-    with pytest.raises(LaunchStoppedError, match="^cancelled while waiting for nodes$"):
+    with pytest.raises(LaunchStoppedError, match=r"^cancelled while waiting for nodes$"):
         run.result()
     assert nblaunch.runs()[0].state == "stopped"
     eventually(lambda: jobs(slurm) == [])
