@@ -69,7 +69,7 @@ _OWN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """Options of cells alone."""
 _GROUPS = {
-    "common options": ("num_processes", "output", "device", "timeout", "block"),
+    "common options": ("num_processes", "output", "device", "timeout", "block", "detach"),
     "sessions": ("session", "fresh", "ranks"),
     "where ranks run": ("engine", "num_nodes", "backend", "start_method", "threads_per_rank", "preload"),
     "what is shown": ("view", "metric_patterns"),
