@@ -65,6 +65,11 @@ def distributed(
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
     if not options.get("block", True):
         raise ArgumentError("block=False is not supported: distribute waits for the ranks, to load their states")
+    if options.get("detach"):
+        raise ArgumentError(
+            f"detach={options['detach']!r} is not supported: distribute and Trainer.fit wait for the ranks, to load "
+            "their states. Call them in a function, and launch that function with detach"
+        )
     if not is_elsewhere(options):
         check_gpu(settings.compute_setup)
 
