@@ -69,6 +69,19 @@ def test_sessions(kernel: Kernel, folder: Path) -> None:
     assert "rank 1 was killed by SIGKILL" in notebook.printed
 
 
+def test_runs(kernel: Kernel, folder: Path) -> None:
+    notebook = execute(kernel, "runs", folder)
+
+    (start, resumed) = re.findall(r"^training starts after step (\d+)$", notebook.printed, flags=re.MULTILINE)
+    assert int(start) == 0 < int(resumed)
+    assert f"the latest checkpoint: step-{resumed}.pt\n" in notebook.printed
+    assert re.search(r"^nightly +train +running +2 ", notebook.cells[3].value, flags=re.MULTILINE)
+    assert re.search(r"^nightly +train +stopped +2 ", notebook.cells[6].stdout, flags=re.MULTILINE)
+    assert "train was stopped after" in notebook.printed
+    assert notebook.accuracy >= 0.85
+    assert list(folder.with_name("state").glob("run-*")) == []
+
+
 def test_debugging(kernel: Kernel, folder: Path) -> None:
     kernel.run("from nblaunch.machine import timeouts\ntimeouts.STUCK_AFTER_S /= 5").check()
     notebook = execute(kernel, "debugging", folder)

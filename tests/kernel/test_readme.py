@@ -37,10 +37,12 @@ def test_every_python_block_of_the_readme_and_the_reference_runs(kernel: Kernel)
         totals = kernel.run("list(totals)").check().value
     finally:
         kernel.run("%distributed session stop").check()
+        kernel.run("from nblaunch.launch import run_folders\nrun_folders.remove('nightly')").check()
     printed = "\n".join(cell.stdout for cell in shown)
     assert "[rank 1] rank 1 has 3.0" in printed
     assert "rank 1: invalid literal for int()" in printed
     assert (shown[0].value, totals) == ("[3.0, 3.0]", "[3.0, 3.0]")
+    assert shown[2].value == "3.0"  # of a detached run
     assert shown[-1].value == "[10, 11]"
     assert [cell.prompts for cell in debugged] == [["(rank 1 of 2) "] * 2]
     assert "tensor(nan)" in debugged[0].stdout

@@ -492,5 +492,5 @@ def test_parts_in_reference_cycles_are_found_once() -> None:
 def test_distribute_cannot_run_in_the_background() -> None:
     with pytest.raises(ArgumentError, match="block=False is not supported: distribute waits for the ranks"):
         Accelerator(compute_setup="cpu").distribute(print, block=False)
-    with pytest.raises(ArgumentError, match="detach='night' is not supported: .* launch that function with detach"):
+    with pytest.raises(ArgumentError, match=r"detach='night' is not supported: .* launch that function with detach"):
         Accelerator(compute_setup="cpu").distribute(print, detach="night")
