@@ -94,7 +94,8 @@ class RunFolder:
     @property
     def lost(self) -> Outcome:
         """The end of a run whose process has died: no event tells it."""
-        last = max((path.stat().st_mtime for path in self.path.rglob("*") if path.is_file()), default=self.began)
+        written = [path for path in self.path.rglob("*") if path.is_file() and path.name != _SEEN]
+        last = max((path.stat().st_mtime for path in written), default=self.began)
         return Outcome("failed", max(0.0, last - self.began), f"lost: {self.message}", at=last)
 
     @property
