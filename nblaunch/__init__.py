@@ -12,7 +12,8 @@
 
 Most launches need only `num_processes`, `kwargs`, `device`, `timeout` and `block`; ``help(nblaunch.notebook_launcher)``
 has all options. A cell that begins with ``%%distributed -n 2`` runs on two ranks. ``nblaunch.session(2)`` starts ranks
-that keep running between cells.
+that keep running between cells. With ``detach="nightly"``, a launch goes on after the kernel has ended, and
+``nblaunch.attach("nightly")`` shows it in any notebook; ``nblaunch.runs()`` lists all launches.
 
 Importing this package does not import torch. In a Jupyter kernel, importing ``notebook_launcher`` or ``session`` from
 it prepares the first launch in the background.

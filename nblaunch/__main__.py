@@ -20,13 +20,13 @@ _BLOCK_BYTES = 1 << 20
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m nblaunch", description="Detached runs of nblaunch, from a terminal.")
+    parser = argparse.ArgumentParser("python -m nblaunch", description="Show and control detached runs of nblaunch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in (
         ("runs", "list all runs and launches"),
-        ("attach", "show a run as text until it ends; Ctrl-C leaves it running"),
+        ("attach", "show a run as text until it ends; after Ctrl-C, the run goes on"),
         ("stop", "interrupt the ranks of a run, and wait for its end"),
-        ("logs", "print what the ranks of a run have printed"),
+        ("logs", "print what the ranks of a run, or of a launch, have printed"),
         ("rm", "remove the folder of a run that has ended, with its logs and its result"),
     ):
         command = commands.add_parser(name, help=about, description=about)
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("name", metavar="NAME", help="the name of the run")
         if name == "logs":
             command.add_argument("--rank", type=int, metavar="N", help="only this rank; default: all")
-            command.add_argument("--follow", action="store_true", help="print what is added until the run ends")
+            command.add_argument("--follow", action="store_true", help="go on printing until the run ends")
     return parser
 
 
@@ -67,9 +67,12 @@ def _attach(name: str) -> int:
     try:
         launch.wait()
     except KeyboardInterrupt:
-        print(f"\ndetached from {name}, which goes on")
+        print(f"\nthe run {name} goes on")
         return 0
-    return 0 if run_folders.find_run(name).state == "finished" else 1
+    run = run_folders.find_run(name)
+    if run.message:
+        print(f"nblaunch: {run.message}", file=sys.stderr)
+    return 0 if run.state == "finished" else 1
 
 
 def _stop(name: str) -> int:

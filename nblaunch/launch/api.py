@@ -114,9 +114,10 @@ def notebook_launcher(
             (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes 1 to 3 s.
         preload: Modules of installed packages to import before later launches, on the machines where the ranks run.
             Well-known packages that the notebook has imported are always preloaded.
-        detach: A name, or True for the function's name and the time: run in a process of its own, which goes on without
-            this kernel. The call returns a `Launch` at once. `nblaunch.attach` shows the run in any notebook of this
-            machine, and has its result, until ``python -m nblaunch rm NAME`` removes it. Default: None.
+        detach: The name of a run, which goes on without this kernel, in a process of its own. True: a name of the
+            function and the time. The call returns a `Launch` at once. `nblaunch.attach` shows the run in any notebook
+            of this machine, and returns a `Launch` with its result. ``python -m nblaunch rm NAME`` removes the run.
+            Default: None, a launch that ends with the kernel.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call

@@ -313,8 +313,8 @@ def _linked(run: RunFolder) -> ControlLink:
         return ControlLink(run.path)
     except OSError as error:
         raise StartError(
-            f"the run {run.name} is held by a process that cannot be reached from here ({error}): attach on the "
-            "machine and in the container where it was started"
+            f"the run {run.name} cannot be reached from here ({error}): attach on the machine, and in the container, "
+            "where it was started"
         ) from error
 
 
@@ -355,20 +355,20 @@ def attached() -> list[AttachedLaunch]:
 
 
 def attach(name: str, view: str = "auto") -> Launch:
-    """Show a detached run here: live, with its history, its logs and charts, Stop and Stacks.
+    """Show a detached run in this cell: all that it has reported and printed so far, and live what follows.
 
-    It may be attached several times, also from other notebooks and kernels of this machine.
+    Several notebooks, kernels and terminals of this machine may attach to the same run. Each of them can stop it.
 
     Args:
-        name: The name of the run; `nblaunch.runs` lists them.
+        name: The name of the run; `nblaunch.runs` lists all runs.
         view: See `nblaunch.notebook_launcher`.
 
     Returns:
-        A `Launch`: ``wait()`` and ``result()`` wait for the end, ``stop()`` stops it. Its ``result()`` is there as long
-        as the folder of the run, also after a restart of the kernel or of the machine.
+        A `Launch`. Its ``wait()`` and ``result()`` wait for the end of the run, and ``stop()`` stops the run. The
+        result is available until the run is removed, also after a restart of the kernel or of the machine.
 
     Raises:
-        ArgumentError: There is no such run.
-        StartError: It runs where it cannot be reached from here.
+        ArgumentError: There is no run of this name, or the name is that of a launch that is not detached.
+        StartError: The run is in another container, or on another machine.
     """
     return AttachedLaunch(run_folders.find_run(name), host().view(view))

@@ -217,7 +217,8 @@ class Options:
     detach: str | bool | None = _option(
         check=_run_name,
         parsing={"nargs": "?", "const": True, "metavar": "NAME"},
-        help="run in a process of its own, which outlives the kernel; nblaunch.attach('NAME') shows it in any notebook",
+        help="run in a process that outlives the kernel, and return at once; nblaunch.attach('NAME') shows the run in "
+        "any notebook; default NAME: the cell and the time",
     )
     view: str = _option(
         default="auto",
@@ -235,10 +236,10 @@ class Options:
                 one_of(name, value, option.choices)
             object.__setattr__(self, name, option.check(name, value))
         if self.detach and self.start_method == "fork":
-            raise ArgumentError("start_method='fork': a detached run cannot share the memory of the kernel")
+            raise ArgumentError("start_method='fork': a detached run does not share the memory of the kernel")
         if self.on_breakpoint == "wait" and not self.detach:
             raise ArgumentError(
-                "on_breakpoint='wait': only the ranks of a detached run wait; give it detach=True, or a name"
+                "on_breakpoint='wait': only the ranks of a detached run can wait; give it a name with detach='NAME'"
             )
 
     @property

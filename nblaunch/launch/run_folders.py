@@ -155,8 +155,11 @@ def read(path: Path) -> RunFolder | None:
     )
 
 
-_REBOOTED = "the machine was started again"
-_DIED = {True: "the process that held the run was killed, and the ranks with it", False: "its kernel ended before it"}
+_REBOOTED = "the machine was restarted"
+_DIED = {
+    True: "the process that held the run was killed, and the ranks with it",
+    False: "its kernel ended, and the ranks with it",
+}
 
 
 def _is_held(folder: Path) -> bool:
@@ -214,9 +217,11 @@ def find(name: str | None) -> RunFolder:
     known = every()
     found = next((each for each in known if name is None or name in (each.name, each.function)), None)
     if found is None:
+        if name is None:
+            raise ArgumentError("there is no run or launch yet")
         runs = ", ".join(each.name for each in known if each.is_detached)
-        said = f"name={name!r}: no such run or launch" if name is not None else "there is no run or launch yet"
-        raise ArgumentError(f"{said}; the runs are: {runs}" if runs else f"{said}; nblaunch.runs() lists all")
+        listed = f"the runs are: {runs}" if runs else "nblaunch.runs() lists all launches"
+        raise ArgumentError(f"name={name!r}: no such run or launch; {listed}")
     return found
 
 
@@ -233,7 +238,7 @@ def find_run(name: str) -> RunFolder:
     run = find(name)
     if not run.is_detached:
         raise ArgumentError(
-            f"name={name!r}: a launch of another notebook, which is not detached, cannot be attached: "
+            f"name={name!r}: this launch is not detached, so it cannot be attached or removed: "
             f"nblaunch.show({run.name!r}) shows its record"
         )
     return run

@@ -114,9 +114,9 @@ class HeldLaunch(OwnLaunch):
         assert self._root is not None
         name = self._root.name.removeprefix(PREFIX)
         job = os.environ.get("SLURM_JOB_ID")
-        end = f"Slurm job {job}" if job else "this container or machine"
+        end = f"Slurm job {job} ends" if job else "this container or machine stops"
         yield (
-            f"process {os.getpid()} holds this run: it outlives the kernel, and ends with {end}. "
+            f"process {os.getpid()} holds this run, which goes on without the kernel until {end}. "
             f"nblaunch.attach({name!r}) shows it in any notebook"
         )
 
@@ -134,7 +134,7 @@ class HeldLaunch(OwnLaunch):
                     return StartError(said)
                 if not noted:
                     noted = True
-                    self._view.on(Note(f"{said}. The run keeps them and tries again: free space there"))
+                    self._view.on(Note(f"{said}. The run keeps them, and tries again: free some space there"))
             threading.Event().wait(_STORE_RETRY_S)
 
     def _store(self, ending: Ending, run: Run) -> None:

@@ -100,23 +100,23 @@ def _cells(run: RunFolder) -> tuple[str, ...]:
 
 
 def runs() -> Runs:
-    """Return all launches and detached runs of this user on this machine, the latest first, as a table.
+    """Return a table of your launches and detached runs on this machine, the latest first.
 
-    Launches are listed as long as their logs are kept: the last 50, and as many cells of sessions. Detached runs are
-    listed until ``python -m nblaunch rm NAME``.
+    Launches are listed as long as their logs are kept: the last 50, and as many cells of sessions. A detached run is
+    listed until ``python -m nblaunch rm NAME`` removes it.
     """
     return Runs(run_folders.every())
 
 
 def show(name: str | None = None) -> None:
-    """Show the record of a launch or run in this cell: how it ended, its metrics, what it displayed and printed last.
+    """Show the record of a launch or run in this cell: its state, its charts, and what it displayed and printed last.
 
     Args:
-        name: The name of a run, the id of a launch, or its function: then the latest of them. `nblaunch.runs` lists
-            both. Default: the latest of all.
+        name: The name of a run, the id of a launch, or the name of a function, for its latest launch. `nblaunch.runs`
+            lists them. Default: the latest launch or run.
 
     Raises:
-        ArgumentError: There is none.
+        ArgumentError: There is no such launch or run.
     """
     run = run_folders.find(name)
     html = record_of(run)
