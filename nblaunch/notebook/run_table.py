@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 from nblaunch.launch import run_folders
 from nblaunch.launch.attached import Replay
@@ -17,66 +16,27 @@ from nblaunch.machine.segments import in_words
 from nblaunch.notebook.launch_model import LaunchModel
 from nblaunch.notebook.record import as_html, as_text
 
-if TYPE_CHECKING:
-    import pandas
-
 _MAX_ROWS = 20
 _MAX_METRICS = 4
 _COLUMNS = ("name", "function", "state", "ranks", "since", "duration", "metrics", "notebook", "folder")
 
 
-class Runs(Sequence[RunFolder]):
+class Runs(list[RunFolder]):
     """Runs and launches, the latest first: their names, states, metrics and folders. Displays as a table."""
 
-    def __init__(self, found: Sequence[RunFolder]) -> None:
-        self._found = found
-
-    @overload
-    def __getitem__(self, index: int) -> RunFolder: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RunFolder]: ...
-    def __getitem__(self, index: int | slice) -> RunFolder | Sequence[RunFolder]:
-        return self._found[index]
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """Return a DataFrame with a row for each: `since` and `ended` as times, `duration` in seconds.
-
-        Raises:
-            ModuleNotFoundError: pandas is not installed.
-        """
-        import pandas
-
-        rows = [
-            {
-                "name": run.name,
-                "function": run.function,
-                "state": run.state,
-                "ranks": run.ranks,
-                "since": run.began,
-                "duration": run.seconds,
-                "notebook": run.notebook,
-                "folder": str(run.path),
-                **run.metrics,
-            }
-            for run in self
-        ]
-        table = pandas.DataFrame(rows, columns=None if rows else [each for each in _COLUMNS if each != "metrics"])
-        table["since"] = pandas.to_datetime(table["since"], unit="s", utc=True)
-        return table
-
     def __repr__(self) -> str:
-        rows = [_COLUMNS, *map(_cells, self[:_MAX_ROWS])]
+        rows = [_COLUMNS, *map(_cells, self._shown())]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, *self._more()]) if self else "no runs or launches yet"
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _COLUMNS)
-        body = "".join(f"<tr>{''.join(map(_cell_html, _cells(run)))}</tr>" for run in self[:_MAX_ROWS])
+        body = "".join(f"<tr>{''.join(map(_cell_html, _cells(run)))}</tr>" for run in self._shown())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + "<br>".join(self._more())
+
+    def _shown(self) -> list[RunFolder]:
+        return sorted(self, key=lambda run: not run.is_detached)[:_MAX_ROWS]  # launches of a day hide no run
 
     def _more(self) -> list[str]:
         kept = [run for run in self if run.is_detached]
