@@ -38,6 +38,7 @@ def main(folder: str, ready: int, orders: int, *parcel: int) -> None:
     with open(orders, "rb") as file:
         order: RunOrder = pickle.load(file)  # from the kernel that has started this process
     sys.path[:], sys.argv[:] = order.process.sys_path, order.process.argv  # ranks inherit them
+    os.environ["NBLAUNCH_PRELOAD"] = "0"  # no cell follows that a fresh server with more imported would speed up
     path = Path(folder)
     lock = launch_files.acquire_lock(path)
     if lock is None:
