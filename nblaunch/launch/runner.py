@@ -53,7 +53,7 @@ def main(folder: str, ready: int, orders: int, *parcel: int) -> None:
         _hold(path, order, parcel, server)
     finally:
         server.close()
-        current.stop()
+        current.release()  # the fork server ends after this process, once it has killed what a dead reaper has left
         launch_files.release_lock(lock)
 
 
