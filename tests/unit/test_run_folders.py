@@ -220,7 +220,7 @@ def test_a_new_run_has_a_folder_that_only_its_user_reads(root: Path) -> None:
 
 def test_a_name_in_use_is_refused_with_what_it_is(root: Path) -> None:
     folder = write(root, "run-r", [started()])
-    who = "a run of train from 1970-01-01"
+    who = r"a run of train from \d{4}-\d\d-\d\d"
     said = rf"^detach=.r.: the name is in use by {who} \d\d:\d\d \({{}}\): .*`python -m nblaunch rm r`"
     with held(folder), pytest.raises(ArgumentError, match=said.format("running")):
         run_folders.create("r")
