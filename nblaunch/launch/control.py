@@ -169,13 +169,14 @@ class ControlServer(View):
     def _serve(self) -> None:
         meter, measured_at = None, 0.0
         while not self._is_over.is_set():
-            for key, _ in self._selector.select(_CONSOLE_POLL_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    for message in key.data.receive():
-                        self._obey(message)
+            ready = self._selector.select(_CONSOLE_POLL_S)
             try:
+                for key, _ in ready:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        for message in key.data.receive():
+                            self._obey(message)
                 self._show_console()
                 if self._lines and time.monotonic() >= measured_at + timeouts.RESOURCE_SAMPLE_INTERVAL_S:
                     measured_at = time.monotonic()
@@ -184,8 +185,8 @@ class ControlServer(View):
                     if meter is not None and self._info is not None:
                         usages = meter.sample(self._workers, range(self._info.world_size))
                         self._tell({"usage": [dataclasses.asdict(usage) for usage in usages]})
-            except Exception:  # noqa: BLE001  # a group that ends meanwhile; must never end the service
-                _log.debug("nblaunch: no usage", exc_info=True)
+            except Exception:  # noqa: BLE001  # a group that ends meanwhile, a peer of another version; serve the others
+                _log.debug("nblaunch: a peer was not served", exc_info=True)
             self._drop_closed()
         if meter is not None:
             meter.close()
