@@ -52,6 +52,7 @@ from nblaunch.launch.views import (
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Process
 from nblaunch.machine.packages import installed_path
+from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Source
 
 ENDING = "ending.pickle"
@@ -85,21 +86,27 @@ def start_run(name: str, shipment: Shipment, order: RunOrder) -> RunFolder:
     """Start the runner of a new run. ArgumentError: the name is in use. StartError: the system refuses."""
     notebook, source = host().notebook(), next(iter(order.sources.values()), Source("", ""))
     folder = run_folders.create(name)
+    lock = None
     try:
+        lock = launch_files.acquire_lock(folder)  # the runner inherits it: the run always has a holder
+        assert lock is not None  # no one looks for it in a folder without facts
         run_folders.write_facts(
             folder, name, order.function, notebook, source=source.text, versions=run_folders.versions()
         )
-        _start_runner(folder, shipment, order)
+        _start_runner(folder, lock, shipment, order)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise StartError(f"the run {name} could not be started: {error}") from error
     except BaseException:  # the user's interrupt, too: the runner ends when it cannot tell that it is ready
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
     return run_folders.find_run(name)
 
 
-def _start_runner(folder: Path, shipment: Shipment, order: RunOrder) -> None:
+def _start_runner(folder: Path, lock: int, shipment: Shipment, order: RunOrder) -> None:
     with contextlib.ExitStack() as opened:
         log = opened.enter_context(open(folder / RUNNER_LOG, "ab"))
         orders = opened.enter_context(tempfile.TemporaryFile())
@@ -108,7 +115,7 @@ def _start_runner(folder: Path, shipment: Shipment, order: RunOrder) -> None:
         orders.seek(0)
         ready, told = os.pipe()
         opened.callback(os.close, ready)
-        fds = [told, orders.fileno(), *shipment.fds]
+        fds = [told, lock, orders.fileno(), *shipment.fds]
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _MAIN, json.dumps([str(folder), installed_path(), *fds])],

@@ -31,8 +31,8 @@ _STORE_RETRY_S = 10.0
 """Between two attempts to write results to a full disk."""
 
 
-def main(folder: str, ready: int, orders: int, *parcel: int) -> None:
-    """Hold the run of a folder until it ends. `ready` gets a word once it can be attached."""
+def main(folder: str, ready: int, lock: int, orders: int, *parcel: int) -> None:
+    """Hold the run of a folder until it ends. `ready` gets a word once it can be attached; `lock` is the folder's."""
     processes.set_name("nblaunch-run")
     logging.basicConfig(format="%(asctime)s %(message)s")
     with open(orders, "rb") as file:
@@ -40,9 +40,6 @@ def main(folder: str, ready: int, orders: int, *parcel: int) -> None:
     sys.path[:], sys.argv[:] = order.process.sys_path, order.process.argv  # ranks inherit them
     os.environ["NBLAUNCH_PRELOAD"] = "0"  # no cell follows that a fresh server with more imported would speed up
     path = Path(folder)
-    lock = launch_files.acquire_lock(path)
-    if lock is None:
-        raise StartError(f"{path} is in use by another process")
     server = ControlServer(path)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, frame: server.stop())
