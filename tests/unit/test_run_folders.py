@@ -220,8 +220,8 @@ def test_a_new_run_has_a_folder_that_only_its_user_reads(root: Path) -> None:
 
 def test_a_name_in_use_is_refused_with_what_it_is(root: Path) -> None:
     folder = write(root, "run-r", [started()])
-    who = r"a run of train from \d{4}-\d\d-\d\d"
-    said = rf"^detach=.r.: the name is in use by {who} \d\d:\d\d \({{}}\): .*`python -m nblaunch rm r`"
+    who = r"a run of train from \d\d\d\d-\d\d-\d\d \d\d:\d\d"
+    said = f"^detach='r': the name is in use by {who} \\({{}}\\): .*`python -m nblaunch rm r`"
     with held(folder), pytest.raises(ArgumentError, match=said.format("running")):
         run_folders.create("r")
     with pytest.raises(ArgumentError, match=said.format("lost")):
