@@ -155,7 +155,7 @@ def read(path: Path) -> RunFolder | None:
     )
 
 
-_REBOOTED = "the machine was restarted"
+_REBOOTED = "the machine was started again"
 _DIED = {
     True: "the process that held the run was killed, and the ranks with it",
     False: "its kernel ended, and the ranks with it",

@@ -381,8 +381,8 @@ def test_a_breakpoint_waits_until_someone_attaches() -> None:
         ({"detach": "a/b"}, "^detach='a/b': must be at most 80 letters"),
         ({"detach": ""}, "^detach='': must be"),
         ({"detach": ".hidden"}, "^detach='.hidden': must be"),
-        ({"detach": "r", "start_method": "fork"}, "^start_method='fork': a detached run cannot share"),
-        ({"on_breakpoint": "wait"}, "^on_breakpoint='wait': only the ranks of a detached run wait"),
+        ({"detach": "r", "start_method": "fork"}, "^start_method='fork': a detached run does not share"),
+        ({"on_breakpoint": "wait"}, "^on_breakpoint='wait': only the ranks of a detached run can wait"),
     ],
 )
 def test_what_a_run_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

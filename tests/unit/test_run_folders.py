@@ -121,7 +121,7 @@ def test_without_an_end_and_a_holder_it_is_lost(root: Path) -> None:
     assert found.message == "the process that held the run was killed, and the ranks with it"
     assert (found.lost.state, found.lost.seconds, found.lost.at) == ("failed", 60.0, 1060.0)
     assert found.lost.message == f"lost: {found.message}"
-    assert read(launch).message == "its kernel ended before it"
+    assert read(launch).message == "its kernel ended, and the ranks with it"
 
 
 def test_a_reboot_is_told_from_a_death(root: Path) -> None:
@@ -179,12 +179,12 @@ def test_runs_are_found_by_name_id_and_function_the_latest_first(root: Path) -> 
     assert run_folders.find("train").name == "7-1-abc"
     with pytest.raises(ArgumentError, match=r"^name='gone': no such run or launch; the runs are: new, old$"):
         run_folders.find("gone")
-    with pytest.raises(ArgumentError, match=r"cannot be attached: nblaunch\.show\('7-1-abc'\) shows its record"):
+    with pytest.raises(ArgumentError, match=r"attached or removed: nblaunch\.show\('7-1-abc'\) shows its record"):
         run_folders.find_run("train")
 
 
-def test_without_runs_the_error_says_where_to_look(root: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"^there is no run or launch yet; nblaunch\.runs\(\) lists all$"):
+def test_without_any_run_the_error_says_so(root: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"^there is no run or launch yet$"):
         run_folders.find(None)
 
 
@@ -254,3 +254,19 @@ def test_an_end_is_unseen_until_it_was_shown(root: Path) -> None:
         run_folders.mark_seen(ended)
         assert run_folders.unseen("a.ipynb") == []
     assert [run.name for run in run_folders.unseen("a.ipynb")] == ["running"]  # it is lost
+
+
+def test_a_lost_run_ends_with_its_last_write_and_not_when_it_is_seen(tmp_path: Path) -> None:
+    run_folders.write_facts(tmp_path, "id", "train", "")
+    facts = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "rank0.out").write_text("step 1\n")
+    for path in tmp_path.iterdir():
+        os.utime(path, (facts["began"] + 60,) * 2)
+    run_folders.mark_seen(tmp_path)
+    os.utime(tmp_path / "seen", (facts["began"] + 3600,) * 2)
+
+    run = run_folders.read(tmp_path)
+
+    assert run is not None
+    assert run.state == "lost"
+    assert round(run.lost.seconds) == 60
