@@ -349,7 +349,7 @@ def test_results_are_kept_while_they_cannot_be_written(tmp_path: Path) -> None:
     resource.prlimit(runner, resource.RLIMIT_FSIZE, (1 << 20, hard))  # as on a disk that is full
     (tmp_path / "enough").touch()
     events = run_folders.folder_of("full") / "events.jsonl"
-    eventually(lambda: "The run keeps them and tries again: free space there" in events.read_text())
+    eventually(lambda: "The run keeps them, and tries again: free some space there" in events.read_text())
     assert not run.done
     resource.prlimit(runner, resource.RLIMIT_FSIZE, (hard, hard))
     result = run.result()
@@ -416,7 +416,7 @@ def test_the_commands_in_a_terminal(tmp_path: Path) -> None:
     while "[rank 0] step" not in leaving.stdout.readline():
         pass
     leaving.send_signal(signal.SIGINT)
-    assert "detached from busy, which goes on" in leaving.communicate(timeout=LONG)[0]
+    assert "the run busy goes on" in leaving.communicate(timeout=LONG)[0]
     assert leaving.returncode == 0
     assert not run.done
 
