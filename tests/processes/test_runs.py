@@ -386,10 +386,10 @@ def test_a_breakpoint_waits_until_someone_attaches() -> None:
     ],
 )
 def test_what_a_run_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
-    before = marked_processes()
+    before = runners()
     with pytest.raises(ArgumentError, match=said):
         notebook_launcher(wait_forever, num_processes=2, view="none", **options)
-    assert marked_processes() == before
+    assert runners() == before
     assert run_folders.every() == []
 
 
@@ -397,10 +397,10 @@ def test_the_commands_in_a_terminal(tmp_path: Path) -> None:
     run = start(train, "busy", tmp_path, 10)
     follower = command("logs", "busy", "--rank", "1", "--follow")
     eventually(lambda: steps_of("busy") > 2)
-    before = marked_processes()
+    before = runners()
     with pytest.raises(ArgumentError, match=r"^detach='busy': the name is in use by a run of train from .*\(running\)"):
         start(train, "busy", tmp_path, 10)
-    assert marked_processes() == before
+    assert runners() == before
     status, said = said_by("runs")
     assert status == 0
     assert re.search(r"^busy +train +running +2 ", said, re.M)
@@ -438,7 +438,10 @@ def test_the_commands_in_a_terminal(tmp_path: Path) -> None:
     assert said_by("rm", "busy") == (0, "")
     assert said_by("runs") == (0, "no runs or launches yet\n")
     for words in (["rm", "busy"], ["attach", "busy"], ["stop", "busy"], ["logs", "busy"]):
-        assert said_by(*words) == (1, "nblaunch: name='busy': no such run or launch; nblaunch.runs() lists all\n")
+        assert said_by(*words) == (
+            1,
+            "nblaunch: name='busy': no such run or launch; nblaunch.runs() lists all launches\n",
+        )
 
 
 # ------------------------------------------------------------------ launches that are not detached
