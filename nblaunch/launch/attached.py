@@ -139,7 +139,7 @@ class Replay:
 
     Attributes:
         outcome: How the launch has ended, once that is shown.
-        seconds: The time since the begin of what is shown.
+        seconds: The time since its ranks were started, as a launch's outcome counts; before, since its begin.
     """
 
     def __init__(self, run: RunFolder, view: View, stop: Callable[[], None] = lambda: None) -> None:
@@ -148,12 +148,13 @@ class Replay:
         self._id = f"{run.name}-{os.getpid()}-{next(_shown)}"  # each panel of a run has its own
         self._reader = EventsReader(run.path)
         self._at: float | None = None
+        self._began = run.began
         self._output: OutputFollower | None = None
         self._printed: list[Reports] = []
         """Of the present attempt."""
 
     def seconds(self) -> float:
-        return (time.time() if self._at is None else self._at) - self._run.began
+        return (time.time() if self._at is None else self._at) - self._began
 
     @property
     def reports(self) -> ReportList:
@@ -180,6 +181,8 @@ class Replay:
         if isinstance(event, (Started, Ended)) and self._output is not None:
             self._output.finish()
         if isinstance(event, Started):
+            if self._output is None and self._at is not None:  # the first attempt
+                self._began = self._at
             info = replace(event.info, launch_id=self._id)
             ranks = [current.files_of(rank, info.log_dir) for rank in range(info.world_size)]
             self._output = OutputFollower(ranks, (), self._view, lists_reports=False)
@@ -203,7 +206,6 @@ class AttachedLaunch(Launch):
         shielded = ShieldedView(view)
         console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
         super().__init__(run.function, run.ranks, run.name, shielded, console)
-        self._begin = time.monotonic() - (time.time() - run.began)
         self._replay = Replay(run, shielded, self.stop)
         self._asked: Future[dict[int, str]] = Future()
         self._is_loaded = False
@@ -240,7 +242,7 @@ class AttachedLaunch(Launch):
 
     def _state(self) -> str:
         if not self.done:
-            return super()._state()
+            return f"running for {self._replay.seconds():.0f} s" if self.world_size else "starting"
         return self._replay.outcome.state if self._replay.outcome is not None else "lost"
 
     def _tell(self, what: str) -> None:
@@ -358,7 +360,7 @@ def parcels_in(directory: Path) -> dict[int, list[int]]:
 # ------------------------------------------------------------------ the user's call
 def attached() -> list[AttachedLaunch]:
     """Return the runs that this process shows and that have not ended."""
-    return [each for each in _live if not each.done]
+    return sorted((each for each in _live if not each.done), key=lambda each: each.id)
 
 
 def attach(name: str, view: str = "auto") -> Launch:

@@ -153,7 +153,8 @@ class Launch(ABC):
 
     def __repr__(self) -> str:
         state = "; ".join([self._state(), *self.console.states[:MAX_STATES]])
-        return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
+        ranks = f"{self.world_size} ranks, " if self.world_size else ""
+        return f"<Launch {self.id} of {self.name}: {ranks}{state}>"
 
     def _state(self) -> str:
         if not self.done:

@@ -76,7 +76,7 @@ class RunFolder:
     began: float
     ended: float
     seconds: float
-    """How long it has run; 0.0 if no one knows."""
+    """How long its ranks have run; 0.0 if no one knows."""
     message: str
     notebook: str
     log_dir: Path
@@ -128,7 +128,9 @@ def read(path: Path) -> RunFolder | None:
     except (OSError, ValueError):
         return None
     held = _is_held(path)  # first: a launch that ends now is then seen as running
-    events: list[Event] = [event for _, event in ends_of(path)]
+    now, told = time.time(), ends_of(path)
+    events: list[Event] = [event for _, event in told]
+    since = next((at for at, event in told if isinstance(event, Started)), now)
     started = [event.info for event in events if isinstance(event, Started)]
     end = next((event.outcome for event in reversed(events) if isinstance(event, Ended)), None)
     last = events[-1] if events else None
@@ -147,7 +149,7 @@ def read(path: Path) -> RunFolder | None:
         started[-1].world_size if started else 0,
         facts["began"],
         end.at if end is not None else 0.0,
-        end.seconds if end is not None else 0.0 if state == "lost" else time.time() - facts["began"],
+        end.seconds if end is not None else 0.0 if state == "lost" else max(0.0, now - since),
         message,
         facts["notebook"],
         attempts[-1] if attempts else path,
