@@ -232,6 +232,13 @@ class AttachedLaunch(Launch):
             return {} if self.done else asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
         return {}
 
+    def wait(self, timeout: float | None = None) -> bool:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        try:
+            return super().wait(timeout)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the run {self.id} goes on: stop() stops it") from None
+
     def result(self) -> LaunchResult:
         __tracebackhide__ = True  # IPython leaves this frame out
         self.wait()
