@@ -103,6 +103,10 @@ class HeldLaunch(OwnLaunch):
     def failure(self) -> BaseException | None:
         return self._error
 
+    def begin(self, *, blocking: bool = False) -> None:
+        super().begin(blocking=blocking)
+        self.console.on_step = lambda: None  # those who attach note for themselves that a rank waits
+
     def outlast(self) -> None:
         """Wait for the end in the main thread, which handles signals, and has no user."""
         self._finished.wait()
