@@ -206,6 +206,7 @@ class AttachedLaunch(Launch):
         shielded = ShieldedView(view)
         console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
         super().__init__(run.function, run.ranks, run.name, shielded, console)
+        self._begin -= run.seconds
         self._replay = Replay(run, shielded, self.stop)
         self._asked: Future[dict[int, str]] = Future()
         self._is_loaded = False
@@ -249,7 +250,7 @@ class AttachedLaunch(Launch):
 
     def _state(self) -> str:
         if not self.done:
-            return f"running for {self._replay.seconds():.0f} s" if self.world_size else "starting"
+            return super()._state() if self.world_size else "starting"
         return self._replay.outcome.state if self._replay.outcome is not None else "lost"
 
     def _tell(self, what: str) -> None:
@@ -277,6 +278,8 @@ class AttachedLaunch(Launch):
         is_over = self._link is None or (self._link.is_closed and not self._reconnected(self._link))  # first
         for event in self._replay.read():
             if isinstance(event, Started):
+                if not self.world_size:
+                    self._begin = time.monotonic()
                 self.world_size = event.info.world_size
             elif isinstance(event, StacksShown) and not self._asked.done():
                 self._asked.set_result(dict(event.texts))
