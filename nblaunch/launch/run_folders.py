@@ -183,6 +183,12 @@ def folder_of(name: str) -> Path:
     return state_root() / f"{PREFIX}{name}"
 
 
+def name_in(log_dir: Path) -> str:
+    """Return the name of the run that an attempt's log directory belongs to; empty for another launch."""
+    parent = log_dir.parent.name
+    return parent.removeprefix(PREFIX) if parent.startswith(PREFIX) else ""
+
+
 def mark_seen(folder: Path) -> None:
     with contextlib.suppress(OSError):  # removed, or a full disk
         (folder / _SEEN).touch()

@@ -26,7 +26,7 @@ from nblaunch.notebook.magics import CELL, DistributedMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.parcel import sent_data_cache
 
-_HOOK = "post_run_cell"
+_BEFORE, _AFTER = "pre_run_cell", "post_run_cell"
 
 
 def register_frontend(shell: Any) -> NotebookFrontend:
@@ -39,7 +39,8 @@ def register_frontend(shell: Any) -> NotebookFrontend:
     colab = sys.modules.get("google.colab.output")
     if colab is not None:  # here, in the main thread: a thread that enables widgets enables its own displays alone
         colab.enable_custom_widget_manager()
-    shell.events.register(_HOOK, notebook.after_cell)
+    shell.events.register(_BEFORE, notebook.before_cell)
+    shell.events.register(_AFTER, notebook.after_cell)
     return notebook
 
 
@@ -75,7 +76,8 @@ def unload(shell: Any) -> None:
     """
     current = frontend.host()
     if isinstance(current, NotebookFrontend):
-        shell.events.unregister(_HOOK, current.after_cell)
+        shell.events.unregister(_BEFORE, current.before_cell)
+        shell.events.unregister(_AFTER, current.after_cell)
         frontend.register(None)
     set_auto(shell, False)
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "rank"), ("cell", "local")):

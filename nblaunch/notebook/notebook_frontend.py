@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,8 @@ class NotebookFrontend(Frontend):
         """What `cells` returned last: translating many cells takes a while."""
         self._has_looked = False
         """For runs of this notebook that have ended unseen."""
+        self._busy_at = self._idle_until = 0.0
+        """When a cell has begun or ended; when the kernel was idle, and had handled what pages had sent."""
         self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
@@ -135,6 +138,13 @@ class NotebookFrontend(Frontend):
         if socket is not None:
             socket.close(linger=_LINGER_MS)
 
+    def before_cell(self, info: Any) -> None:
+        """Run before each cell: see whether it has waited behind others."""
+        now = time.time()
+        if now - self._busy_at > _IDLE_S:
+            self._idle_until = now
+        self._busy_at = now
+
     def after_cell(self, result: Any) -> None:
         """Run at the end of each cell: refresh the engine."""
         resume()
@@ -144,10 +154,14 @@ class NotebookFrontend(Frontend):
             self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it
             engine.refresh()
+        self._busy_at = time.time()
 
     def _tell_unseen(self) -> None:
         """Say once what has ended while no page showed it."""
-        calls = [f"{info.name} ended: nblaunch.show({info.launch_id!r})" for info in unseen_panels(self.wait)]
+        calls = [
+            f"{info.name} ended: nblaunch.show({(run_folders.name_in(info.log_dir) or info.launch_id)!r})"
+            for info in unseen_panels(self._idle_until)
+        ]
         if not self._has_looked and (notebook := self.notebook()):
             self._has_looked = True
             with contextlib.suppress(StartError, OSError):  # no usable state directory: launches report it
@@ -160,6 +174,8 @@ class NotebookFrontend(Frontend):
 
 
 _ENDS = {"finished": "finished", "failed": "failed", "stopped": "was stopped", "lost": "was lost"}
+_IDLE_S = 1.0
+"""Between two cells: the second has not waited, nor has what the page sent before it."""
 _LINGER_MS = 1000
 """For ipykernel to read the last wakeups of a thread; it reads them at once."""
 _widget_problem = ""

@@ -57,8 +57,8 @@ _SHOWN_TIMEOUT_S = 5.0
 """For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
 _RECORD_TIMEOUT_S = 2.0
 """For a page to ask for the record, at the end of such a cell."""
-_SEEN_DELAY_S, _SEEN_TIMEOUT_S = 5.0, 0.3
-"""After a launch before its page counts as gone; for what the page has sent to be read, at the end of a cell."""
+_SEEN_DELAY_S = 5.0
+"""After a launch for a page to have its last lines, and to say so."""
 _SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 _BYTES_PER_MESSAGE = (200 << 10) * _SEND_INTERVAL_S
@@ -353,15 +353,18 @@ class PanelView(View):
                 widget.send(to_content(Acknowledged(action=action, launch=launch)))
 
 
-def unseen_panels(wait: Callable[[threading.Event, float], bool]) -> list[LaunchInfo]:
-    """Run at the end of each cell: return the launches whose page was gone when they ended, once."""
+def unseen_panels(heard_until: float) -> list[LaunchInfo]:
+    """Run at the end of each cell: return the launches whose page was gone when they ended, once.
+
+    `heard_until`: when the kernel had last handled everything that pages had sent.
+    """
     found = []
     for panel in list(_unjudged):
-        info = panel._model.info
-        if time.time() - panel._model.ended_at < _SEEN_DELAY_S and not panel._is_seen.is_set():
+        info, is_seen = panel._model.info, panel._is_seen.is_set()
+        if not is_seen and heard_until < panel._model.ended_at + _SEEN_DELAY_S:
             continue  # a page may be about to say so
         _unjudged.remove(panel)
-        if panel._has_page and info is not None and not wait(panel._is_seen, _SEEN_TIMEOUT_S):
+        if panel._has_page and info is not None and not is_seen:
             found.append(info)
     return found
 

@@ -108,6 +108,11 @@ export class RecordKeeper {
     return true;
   }
 
+  /** False if the notebook was not saved before its page was closed, and lacks the record. */
+  get isInNotebook() {
+    return !this.notebook.cells || this.notebook.find().length > 0;
+  }
+
   look() {
     if (this.panel.model.widget_manager?.context?.isDisposed) return this.stop(); // the notebook was closed in this page
     for (const [place, shown] of this.places) if (!shown.box.isConnected || !place.isConnected) this.#leave(place);

@@ -189,7 +189,7 @@ export class PanelState {
     if (changes) this.#apply(changes, false);
     if (logs) this.logs.add(logs);
     if (outputs) this.outputs.add(outputs, bytes);
-    if (this.whole) this.kernel.seen();
+    if (this.whole && (!this.isReopened || this.keeper?.isInNotebook)) this.kernel.seen();
   }
 
   #clear() {
