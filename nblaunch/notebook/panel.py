@@ -57,8 +57,8 @@ _SHOWN_TIMEOUT_S = 5.0
 """For the panels of launches in the background, at the end of a cell that shows nothing later; usually 0.3 s."""
 _RECORD_TIMEOUT_S = 2.0
 """For a page to ask for the record, at the end of such a cell."""
-_SEEN_DELAY_S = 5.0
-"""After a launch for a page to have its last lines, and to say so."""
+_SEEN_DELAY_S = 2.0
+"""After a launch, or after a page was opened, for the page to say that it shows the end."""
 _SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 _BYTES_PER_MESSAGE = (200 << 10) * _SEND_INTERVAL_S
@@ -98,7 +98,7 @@ class PanelView(View):
         self._sent_at = 0.0
         self._is_shown, self._is_recorded = threading.Event(), threading.Event()
         """The cell has the display; a page has asked for the record since the launch ended."""
-        self._has_page, self._is_seen = False, threading.Event()
+        self._has_page, self._opened_at, self._is_seen = False, 0.0, False
         """A page has shown the panel; one has shown the end of the launch."""
         self._is_behind = False
         """The cell has a record of the running launch, which only a page can replace."""
@@ -321,6 +321,7 @@ class PanelView(View):
         """Handle a message from the page, in any thread, without waiting."""
         match from_content(content):
             case Resync() as resync:
+                self._has_page, self._opened_at = True, time.time()
                 with self._lock:
                     self._resyncs.append(resync)
                     self._send_in_background()
@@ -333,8 +334,7 @@ class PanelView(View):
                             self._is_recorded.set()
                 elif kind == "seen":
                     self._has_page = True
-                    if self._over.is_set():
-                        self._is_seen.set()
+                    self._is_seen = self._over.is_set()
                 else:
                     self._obey(kind, launch, rank or 0)
 
@@ -360,11 +360,11 @@ def unseen_panels(heard_until: float) -> list[LaunchInfo]:
     """
     found = []
     for panel in list(_unjudged):
-        info, is_seen = panel._model.info, panel._is_seen.is_set()
-        if not is_seen and heard_until < panel._model.ended_at + _SEEN_DELAY_S:
+        info, last = panel._model.info, max(panel._model.ended_at, panel._opened_at)
+        if not panel._is_seen and heard_until < last + _SEEN_DELAY_S:
             continue  # a page may be about to say so
         _unjudged.remove(panel)
-        if panel._has_page and info is not None and not is_seen:
+        if panel._has_page and info is not None and not panel._is_seen:
             found.append(info)
     return found
 

@@ -103,8 +103,8 @@ export class PanelState {
       this.receive(content, buffers),
     );
     this.kernel.heard();
-    this.kernel.seen();
     if (this.isReopened) this.kernel.resync();
+    else this.kernel.seen();
   }
 
   /** True if the page has shown the panel before, and was reloaded. */
@@ -189,7 +189,6 @@ export class PanelState {
     if (changes) this.#apply(changes, false);
     if (logs) this.logs.add(logs);
     if (outputs) this.outputs.add(outputs, bytes);
-    if (this.whole && (!this.isReopened || this.keeper?.isInNotebook)) this.kernel.seen();
   }
 
   #clear() {
@@ -234,6 +233,8 @@ export class PanelState {
       this.failure = null;
     }
     this.kernel.moved(this.state.name);
+    const ends = ACTIVE_STATES.includes(before.name) && !ACTIVE_STATES.includes(this.state.name);
+    if (ends && (!this.isReopened || this.keeper?.isInNotebook)) this.kernel.seen();
   }
 
   /** @param {import("./page_messages.js").ProgressEntry} bar */

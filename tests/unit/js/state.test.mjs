@@ -227,8 +227,18 @@ test("every field of info reaches the views", () => {
 test("it says that a page shows the panel, and that one has shown the end", () => {
   const { model, panel } = opened();
   assert.equal(model.seen, 1);
-  panel.receive(deltaOf(1, { state: { name: "finished" } }));
+  panel.receive(deltaOf(1, { state: { name: "stopping" } }));
   assert.equal(model.seen, 1);
-  panel.receive({ ...deltaOf(2), last: true });
+  panel.receive(deltaOf(2, { state: { name: "finished" } }));
   assert.equal(model.seen, 2);
+});
+
+test("a page that was opened again says so only if its notebook has the record", () => {
+  for (const isInNotebook of [false, true]) {
+    const { model, panel } = opened({ sent: 7 });
+    panel.keeper = { isInNotebook };
+    assert.equal(model.seen, 0);
+    panel.receive(snapshotOf(8, { to: model, state: { name: "finished" } }));
+    assert.equal(model.seen, Number(isInNotebook));
+  }
 });
