@@ -47,7 +47,7 @@ def running_lab(folder: Path, settings: Path) -> Iterator[str]:
         settings: The folder for `write_settings`.
     """
     config = folder.parent / f"{folder.name}-config"
-    (config / "labconfig").mkdir(parents=True)
+    (config / "labconfig").mkdir(parents=True, exist_ok=True)  # a killed server has left it
     (config / "labconfig/page_config.json").write_text('{"buildCheck": false}')  # each page would run yarn
     log = folder.parent / f"{folder.name}.log"
     command = [
