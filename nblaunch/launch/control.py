@@ -44,6 +44,7 @@ _MAX_PATH_BYTES = 100
 """Of a socket; the system's limit is 103 or 107."""
 _CONSOLE_POLL_S = 0.1
 _READ_BYTES = 64 << 10
+_MAX_TEXT = 8 << 10
 _SEND_TIMEOUT = struct.pack("ll", 2, 0)
 """Seconds and microseconds: a process that does not read for longer is cut off, and may connect again."""
 
@@ -128,6 +129,9 @@ class ControlServer(View):
         self._is_stopped = False
         """Before there was a launch."""
         self._shown: dict[str, Any] = {}
+        self._text = ""
+        """Of the console, since a line was typed: what a process that attaches now has missed."""
+        self._new: list[Line] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
         self._thread.start()
@@ -203,6 +207,7 @@ class ControlServer(View):
         self._lines.append(line)
         self._selector.register(connection, selectors.EVENT_READ, line)
         self._shown = {}  # the new one has seen nothing
+        self._new.append(line)
 
     def _drop_closed(self) -> None:
         for line in [line for line in self._lines if line.is_closed]:
@@ -228,8 +233,10 @@ class ControlServer(View):
             "states": [*console.states],
         }
         if shown != self._shown or text:
-            self._shown = shown
-            self._tell({"console": {**shown, "text": text}})
+            self._shown, self._text = shown, (self._text + text)[-_MAX_TEXT:]
+            for line in self._lines:
+                line.send({"console": {**shown, "text": self._text if line in self._new else text}})
+            self._new.clear()
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         launch, kind = self._launch, message.get("do")
@@ -246,6 +253,7 @@ class ControlServer(View):
         elif kind == "type":
             prompt = launch.console.prompt
             if prompt is not None and dataclasses.asdict(prompt.asked) == message["asked"]:  # else it is answered
+                self._text = ""
                 launch.console.type(prompt, message["line"])
 
 
