@@ -132,7 +132,7 @@ class HeldLaunch(OwnLaunch):
             except OSError as error:
                 directory = ending.account.files.directory
                 said = f"the results cannot be written to {directory}: {error}"
-                if self._commands.kill:
+                if self._commands.kill or not directory.is_dir():  # or it would wait for ever
                     return StartError(said)
                 if not noted:
                     noted = True
