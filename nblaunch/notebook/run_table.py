@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from nblaunch.launch import run_folders
@@ -44,11 +45,12 @@ class Runs(list[RunFolder]):
         said = [f"and {len(self) - _MAX_ROWS} more"] if len(self) > _MAX_ROWS else []
         one = len(kept) == 1
         noun = f"{len(kept)} detached run{'' if one else 's'} take{'s' if one else ''}"
-        return said + ([f"{noun} {size}, until `python -m nblaunch rm NAME`"] if kept else [])
+        said += [f"{noun} {size} until you remove {'it' if one else 'them'}: python -m nblaunch rm NAME"] if kept else []
+        return [*said, f"folders: in {self[0].path.parent}"] if self else said
 
 
 def _cell_html(text: str) -> str:
-    return f"<td style='text-align:left'>{escape(text)}</td>"
+    return f"<td style='text-align:left;white-space:nowrap'>{escape(text)}</td>"
 
 
 def _cells(run: RunFolder) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ def _cells(run: RunFolder) -> tuple[str, ...]:
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
     duration = duration_text(run.seconds) if run.seconds else ""
     named = run.name, run.function, run.state, str(run.ranks or "")
-    return *named, since, duration, ", ".join(metrics), run.notebook, str(run.path)
+    return *named, since, duration, ", ".join(metrics), Path(run.notebook).name, run.path.name
 
 
 def runs() -> Runs:
