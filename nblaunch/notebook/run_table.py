@@ -43,9 +43,9 @@ class Runs(list[RunFolder]):
         kept = [run for run in self if run.is_detached]
         size = in_words(sum(run_folders.size_of(run.path) for run in kept))
         said = [f"and {len(self) - _MAX_ROWS} more"] if len(self) > _MAX_ROWS else []
-        one = len(kept) == 1
-        noun = f"{len(kept)} detached run{'' if one else 's'} take{'s' if one else ''}"
-        said += [f"{noun} {size} until you remove {'it' if one else 'them'}: python -m nblaunch rm NAME"] if kept else []
+        noun, them = ("run takes", "it") if len(kept) == 1 else ("runs take", "them")
+        taken = f"{len(kept)} detached {noun} {size} until you remove {them}: python -m nblaunch rm NAME"
+        said += [taken] if kept else []
         return [*said, f"folders: in {self[0].path.parent}"] if self else said
 
 
