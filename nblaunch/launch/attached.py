@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import cast
 
 from nblaunch.engines import current
-from nblaunch.errors import RankLostError, StartError
+from nblaunch.errors import RankLostError, ResultError, StartError
 from nblaunch.launch import run_folders
 from nblaunch.launch.control import ControlLink, RemoteConsole
 from nblaunch.launch.ending import Ending
@@ -94,11 +94,10 @@ def start_run(name: str, shipment: Shipment, order: RunOrder) -> RunFolder:
             folder, name, order.function, notebook, source=source.text, versions=run_folders.versions()
         )
         _start_runner(folder, lock, shipment, order)
-    except OSError as error:
+    except BaseException as error:  # the user's interrupt, too: a runner ends if it cannot tell that it is ready
         shutil.rmtree(folder, ignore_errors=True)
-        raise StartError(f"the run {name} could not be started: {error}") from error
-    except BaseException:  # the user's interrupt, too: the runner ends when it cannot tell that it is ready
-        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StartError(f"the run {name} could not be started: {error}") from error
         raise
     finally:
         if lock is not None:
@@ -206,7 +205,6 @@ class AttachedLaunch(Launch):
         shielded = ShieldedView(view)
         console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
         super().__init__(run.function, run.ranks, run.name, shielded, console)
-        self._begin -= run.seconds
         self._replay = Replay(run, shielded, self.stop)
         self._asked: Future[dict[int, str]] = Future()
         self._is_loaded = False
@@ -244,13 +242,13 @@ class AttachedLaunch(Launch):
         __tracebackhide__ = True  # IPython leaves this frame out
         self.wait()
         if not self._is_loaded:
-            self._is_loaded = True
             self._load()
+            self._is_loaded = True
         return super().result()
 
     def _state(self) -> str:
         if not self.done:
-            return super()._state() if self.world_size else "starting"
+            return f"running for {self._replay.seconds():.0f} s" if self.world_size else "starting"
         return self._replay.outcome.state if self._replay.outcome is not None else "lost"
 
     def _tell(self, what: str) -> None:
@@ -278,8 +276,6 @@ class AttachedLaunch(Launch):
         is_over = self._link is None or (self._link.is_closed and not self._reconnected(self._link))  # first
         for event in self._replay.read():
             if isinstance(event, Started):
-                if not self.world_size:
-                    self._begin = time.monotonic()
                 self.world_size = event.info.world_size
             elif isinstance(event, StacksShown) and not self._asked.done():
                 self._asked.set_result(dict(event.texts))
@@ -308,10 +304,16 @@ class AttachedLaunch(Launch):
     # -------------------------------------------------------------- the result
     def _load(self) -> None:
         """Load what the ranks have returned, or the error, from the folder."""
-        found = _ending_in(self._run.path)
-        if found is None:  # written after the last event, if the ranks did not start
-            run_folders.wait_for_end(self._run.path, _END_TIMEOUT_S)
-            found = _ending_in(self._run.path)
+        folder = self._run.path
+        try:
+            found = _ending_in(folder)
+            if found is None:  # written after the last event, if the ranks did not start
+                run_folders.wait_for_end(folder, _END_TIMEOUT_S)
+                found = _ending_in(folder)
+        except Exception as error:  # noqa: BLE001  # unpickling code of another version may raise anything
+            made, here = run_folders.facts_of(folder).get("versions"), run_folders.versions()
+            said = f"cannot be loaded with {_listed(here)}; it was written with {_listed(made or {})}"
+            raise ResultError(f"the result of the run {self._run.name} {said}") from error
         if found is None:
             outcome = self._replay.outcome
             self._error = StartError(outcome.message if outcome is not None else "the run has left no result")
@@ -335,6 +337,10 @@ def _linked(run: RunFolder) -> ControlLink:
             f"the run {run.name} cannot be reached from here ({error}): attach on the machine, and in the container, "
             "where it was started"
         ) from error
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(map(" ".join, versions.items())) or "unknown versions"
 
 
 def _ending_in(folder: Path) -> Ending | BaseException | None:

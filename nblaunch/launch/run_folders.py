@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.events_file import ends_of
@@ -50,6 +50,10 @@ def write_facts(folder: Path, launch_id: str, function: str, notebook: str, **mo
     facts = {"id": launch_id, "function": function, "notebook": notebook, "began": time.time(), "pid": os.getpid()}
     facts |= {"host": socket.gethostname(), "boot": boot_id(), **more}
     (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads((folder / _FACTS).read_text()))
 
 
 def versions() -> dict[str, str]:
@@ -124,7 +128,7 @@ def _last_records(path: Path) -> Iterator[dict[str, Any]]:
 def read(path: Path) -> RunFolder | None:
     """Return what a folder says; None if it holds no launch."""
     try:
-        facts = json.loads((path / _FACTS).read_text())
+        facts = facts_of(path)
     except (OSError, ValueError):
         return None
     held = _is_held(path)  # first: a launch that ends now is then seen as running
