@@ -310,10 +310,10 @@ class AttachedLaunch(Launch):
             if found is None:  # written after the last event, if the ranks did not start
                 run_folders.wait_for_end(folder, _END_TIMEOUT_S)
                 found = _ending_in(folder)
-        except Exception as error:  # noqa: BLE001  # unpickling code of another version may raise anything
+        except Exception as trouble:  # unpickling code of another version may raise anything
             made, here = run_folders.facts_of(folder).get("versions"), run_folders.versions()
             said = f"cannot be loaded with {_listed(here)}; it was written with {_listed(made or {})}"
-            raise ResultError(f"the result of the run {self._run.name} {said}") from error
+            raise ResultError(f"the result of the run {self._run.name} {said}") from trouble
         if found is None:
             outcome = self._replay.outcome
             self._error = StartError(outcome.message if outcome is not None else "the run has left no result")

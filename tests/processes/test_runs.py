@@ -29,6 +29,7 @@ from nblaunch.errors import (
     LaunchTimeoutError,
     RankDiedError,
     RankLostError,
+    ResultError,
 )
 from nblaunch.launch import run_folders
 from nblaunch.notebook.run_table import record_of
@@ -318,6 +319,12 @@ def test_a_run_without_a_name_has_a_name_and_a_timeout_ends_it() -> None:
     with pytest.raises(LaunchTimeoutError, match=r"wait_forever took longer than timeout=0\.5 s"):
         run.result()
     assert run_folders.find_run(run.id).state == "stopped"
+    (ending,) = run_folders.folder_of(run.id).rglob("ending.pickle")
+    ending.write_bytes(b"cnblaunch.launch.ending\nOfAnotherVersion\n.")
+    again = attach(run.id)
+    for _ in range(2):
+        with pytest.raises(ResultError, match=rf"cannot be loaded with .*torch {re.escape(torch.__version__)}; it was"):
+            again.result()
 
 
 def test_a_run_is_stopped_before_its_ranks_have_started() -> None:
