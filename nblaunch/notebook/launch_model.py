@@ -75,6 +75,8 @@ class LaunchModel:
             case Ended(outcome):
                 self.state.end(outcome)
                 self.ended_at = outcome.at
+                total = self._seconds()
+                self._seconds = lambda: total  # drop the launch: it holds the result
 
     def record(self) -> Record:
         tails, outputs = self.feed.tails(TAIL_LINES), self.outputs.for_record()
