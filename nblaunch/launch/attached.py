@@ -39,6 +39,7 @@ from nblaunch.launch.views import (
     Begun,
     Ended,
     Event,
+    Note,
     Outcome,
     Preparing,
     RanksPlaced,
@@ -276,6 +277,8 @@ class AttachedLaunch(Launch):
         is_over = self._link is None or (self._link.is_closed and not self._reconnected(self._link))  # first
         for event in self._replay.read():
             if isinstance(event, Started):
+                if not self.world_size and self._link is not None:
+                    self._view.on(Note(self._fate()))
                 self.world_size = event.info.world_size
             elif isinstance(event, StacksShown) and not self._asked.done():
                 self._asked.set_result(dict(event.texts))
@@ -285,6 +288,13 @@ class AttachedLaunch(Launch):
         if is_over and self._replay.outcome is None:
             self._lose()
         return self._replay.outcome is not None
+
+    def _fate(self) -> str:
+        job = os.environ.get("SLURM_JOB_ID")
+        until = f"Slurm job {job} ends" if job else "this container or machine stops"
+        return (
+            f"this run goes on without the kernel until {until}. nblaunch.attach({self.id!r}) shows it in any notebook"
+        )
 
     def _reconnected(self, link: ControlLink) -> bool:
         now = run_folders.read(self._run.path)

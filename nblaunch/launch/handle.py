@@ -11,7 +11,6 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -355,7 +354,7 @@ class OwnLaunch(Launch):
                 self._job = replace(self._job, plan=self._plan)
             self._view.on(Started(self._info(files, number)))
             if number == 0:
-                for note in self._first_notes():
+                for note in notes_on(self._sent, _noted):
                     self._view.on(Note(note))
             run = Run(self._job, number, files, self._view, self._commands)
             verdict = run.start(self._engine) if self._ticket is None else run.take_turn(self._ticket)
@@ -371,9 +370,6 @@ class OwnLaunch(Launch):
             return False
         finally:
             files.close()
-
-    def _first_notes(self) -> Iterator[str]:
-        yield from notes_on(self._sent, _noted)
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan, function = self._plan, self._job.shipment.payload.function

@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nblaunch.engines import current
@@ -21,7 +21,6 @@ from nblaunch.launch.handle import OwnLaunch
 from nblaunch.launch.machines import planned, with_usable_method
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.run import Run
-from nblaunch.launch.run_folders import PREFIX
 from nblaunch.launch.views import Both, Ended, Note, Outcome, State
 from nblaunch.machine import processes
 from nblaunch.wire import launch_files
@@ -110,17 +109,6 @@ class HeldLaunch(OwnLaunch):
     def outlast(self) -> None:
         """Wait for the end in the main thread, which handles signals, and has no user."""
         self._finished.wait()
-
-    def _first_notes(self) -> Iterator[str]:
-        yield from super()._first_notes()
-        assert self._root is not None
-        name = self._root.name.removeprefix(PREFIX)
-        job = os.environ.get("SLURM_JOB_ID")
-        end = f"Slurm job {job} ends" if job else "this container or machine stops"
-        yield (
-            f"process {os.getpid()} holds this run, which goes on without the kernel until {end}. "
-            f"nblaunch.attach({name!r}) shows it in any notebook"
-        )
 
     def _take(self, ending: Ending, run: Run) -> BaseException | None:
         """Write the end to files. While there is no room, keep it, and try again."""
