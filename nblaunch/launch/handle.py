@@ -205,9 +205,9 @@ class OwnLaunch(Launch):
         """Start the launch. `blocking`: the caller waits for its end."""
         self._is_blocking = blocking
         self._input.begin(blocking=blocking)
-        if not isinstance(self._job.shipment.payload.function, Question):
-            is_seen = blocking or self._view.shows_notes
-            self._job.console.debugging = debugging_of(self._plan.options, is_seen=is_seen)
+        debugging = debugging_of(self._plan.options, is_seen=blocking or self._view.shows_notes)
+        is_question = isinstance(self._job.shipment.payload.function, Question)
+        self.console.debugging = replace(debugging, post_mortem=False) if is_question else debugging
         try:
             self._view.on(Begun(self, blocking, lambda: time.monotonic() - self._begin))
             _live[self.id] = self
