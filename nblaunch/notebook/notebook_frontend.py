@@ -71,7 +71,7 @@ class NotebookFrontend(Frontend):
 
     def notebook(self) -> str:
         told = os.environ.get("JPY_SESSION_NAME")  # of Jupyter's servers; the other is VS Code's
-        told = told or self.shell.user_ns.get("__vsc_ipynb_file__")
+        told = told or getattr(self.shell, "user_ns", {}).get("__vsc_ipynb_file__")
         return told if isinstance(told, str) else ""
 
     def show_html(self, html: str, text: str) -> None:

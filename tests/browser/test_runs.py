@@ -125,6 +125,7 @@ def test_a_run_outlives_jupyter_and_two_cells_show_it_whole(chromium: BrowserCon
         lab.wait_for_cells()
         _keep_pictures(lab, "run-attached")
         for lab.number in (0, 1):
+            lab.log_says("step")
             lab.find("begun")
             _has_every_step(lab.panel)
         lab.page.locator(".jp-CodeCell").last.scroll_into_view_if_needed()
@@ -135,6 +136,7 @@ def test_a_run_outlives_jupyter_and_two_cells_show_it_whole(chromium: BrowserCon
         assert "81" in texts
         lab.page.reload()
         for lab.number in (0, 1):
+            lab.log_says("step")
             lab.find("begun")
             _has_every_step(lab.panel)
         lab.button("Stop").click()

@@ -147,8 +147,8 @@ class Kernel:
         """The value of an expression in the kernel, by its repr."""
         import ast
 
-        said = self.run(f"print(repr(({expression})))").check().stdout
-        return ast.literal_eval(said.splitlines()[-1])
+        said = self.run(f"print('asked:', repr(({expression})))").check().stdout
+        return ast.literal_eval(said.partition("asked: ")[2].splitlines()[0])  # the end of a cell may add a note
 
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()
