@@ -70,8 +70,7 @@ def _attach(name: str) -> int:
         print(f"\nthe run {name} goes on")
         return 0
     run = run_folders.find_run(name)
-    if run.message:
-        print(f"nblaunch: {run.message}", file=sys.stderr)
+    print(f"{name}: {run.state}{f': {run.message}' * bool(run.message)}")
     return 0 if run.state == "finished" else 1
 
 

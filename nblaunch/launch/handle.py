@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -183,10 +184,11 @@ class OwnLaunch(Launch):
         root: Path | None = None,
     ) -> None:
         console = DebugConsole(plan.world_size, shipment.sources)
-        self._events = EventsFile(self._record_in if root is None else lambda info: root)
         name, number = name_of(shipment.payload.function), next(_numbers)
         launch_id = f"{os.getpid()}-{number}-{secrets.token_hex(3)}"
-        both = Both(ShieldedView(self._events), ShieldedView(view))
+        begin = partial(_folder_of, launch_id, name, host().notebook())  # without `self`: a result keeps its view
+        events = EventsFile(begin if root is None else lambda info: root)
+        both = Both(ShieldedView(events), ShieldedView(view))
         super().__init__(name, plan.world_size, launch_id, both, console)
         self._plan, self._root = plan, root
         self._parcel, self._sent = shipment.parcel, shipment.sent
@@ -197,7 +199,6 @@ class OwnLaunch(Launch):
         timeout = plan.options.timeout
         deadline = float("inf") if timeout is None else self._begin + timeout
         self._job = Job(plan, self.id, this_process(), shipment, deadline, console)
-        self._notebook = host().notebook()
         self._account: Account | None = None
         self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
 
@@ -436,10 +437,11 @@ class OwnLaunch(Launch):
             self._result = ending.result(self._returned, run.output.reports, self._view.record_html)
         return error
 
-    def _record_in(self, info: LaunchInfo) -> Path:
-        """Begin the folder of an attempt with what is known of the launch."""
-        write_facts(info.log_dir, self.id, self.name, self._notebook)
-        return info.log_dir
+
+def _folder_of(launch_id: str, name: str, notebook: str, info: LaunchInfo) -> Path:
+    """Return the folder of an attempt, which begins with what is known of the launch."""
+    write_facts(info.log_dir, launch_id, name, notebook)
+    return info.log_dir
 
 
 def live_launches() -> list[OwnLaunch]:
