@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nblaunch.errors import NblaunchError
+from nblaunch.errors import ArgumentError, NblaunchError
 from nblaunch.launch import run_folders
 from nblaunch.launch.attached import AttachedLaunch, attach
 from nblaunch.launch.run_folders import RunFolder
 from nblaunch.launch.views import NullView
+from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.notebook.run_table import runs
 
 _POLL_S = 0.2
@@ -53,9 +54,12 @@ def main(words: Sequence[str] | None = None) -> int:
                 _logs(given.name, given.rank, follow=given.follow)
             case "rm":
                 run_folders.remove(given.name)
+                print(f"{given.name}: removed")
     except NblaunchError as error:
         print(f"nblaunch: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # of `head`
         sys.stderr.close()
         return 1
@@ -93,6 +97,8 @@ def _logs(name: str, rank: int | None, *, follow: bool) -> None:
     while not is_over:
         run = run_folders.find(name)
         is_over = run.is_over or not follow
+        if rank is not None and run.ranks and rank not in range(run.ranks):
+            raise ArgumentError(f"--rank {rank}: {ranks_in_words(run.ranks)}")
         for path in _files(run, rank):
             with open(path, "rb") as file:
                 file.seek(read.get(path, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -19,6 +20,7 @@ from nblaunch.launch.machines import planned, with_usable_method
 from nblaunch.launch.options import TABLE, Options
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
+from nblaunch.launch.run_folders import check_free, folder_of
 from nblaunch.launch.views import preparing
 from nblaunch.machine.arguments import named_arguments
 from nblaunch.machine.inventory import this_process
@@ -219,12 +221,14 @@ def detached(gather: Callable[[int | None], Payload], options: Options) -> Launc
         plan = make_plan(engine.machines(lambda text: None) if engine.is_local else [ANY_MACHINE], engine, options)
         payload = gather(plan.world_size if engine.is_local else None)
         function = payloads.name_of(payload.function)
+        name = options.detach if isinstance(options.detach, str) else _run_name(function)
+        check_free(name)
         with preparing(shown, function):
             shipment = payloads.ship(payload, engine.is_local)
         only = payload.function.ranks if isinstance(payload.function, Cell) else None
         order = RunOrder(function, only, options, this_process(), shipment.sources, shipment.sent)
         try:
-            run = start_run(_run_name(options.detach, function), shipment, order)
+            run = start_run(name, shipment, order)
         finally:
             if shipment.parcel is not None:
                 shipment.parcel.close()
@@ -233,10 +237,11 @@ def detached(gather: Callable[[int | None], Payload], options: Options) -> Launc
         raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 
 
-def _run_name(detach: str | bool | None, function: str) -> str:
-    if isinstance(detach, str):
-        return detach
-    return f"{re.sub(r'[^A-Za-z0-9]+', '-', function).strip('-')[:60] or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _run_name(function: str) -> str:
+    """Return a name that is free, of the function and the time."""
+    name = f"{re.sub(r'[^A-Za-z0-9]+', '-', function).strip('-')[:60] or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (f"{name}-{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], others) if not folder_of(each).exists())
 
 
 def refuse_nested() -> None:

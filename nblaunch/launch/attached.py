@@ -50,14 +50,13 @@ from nblaunch.launch.views import (
     Tick,
     View,
 )
-from nblaunch.machine import timeouts
+from nblaunch.machine import segments, timeouts
 from nblaunch.machine.inventory import Process
 from nblaunch.machine.packages import installed_path
 from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Source
 
 ENDING = "ending.pickle"
-RUNNER_LOG = "runner.log"
 _END_TIMEOUT_S = 10.0
 """For a runner to exit after the last event."""
 _MAIN = (
@@ -108,7 +107,7 @@ def start_run(name: str, shipment: Shipment, order: RunOrder) -> RunFolder:
 
 def _start_runner(folder: Path, lock: int, shipment: Shipment, order: RunOrder) -> None:
     with contextlib.ExitStack() as opened:
-        log = opened.enter_context(open(folder / RUNNER_LOG, "ab"))
+        log = opened.enter_context(open(folder / run_folders.RUNNER_LOG, "ab"))
         orders = opened.enter_context(tempfile.TemporaryFile())
         pickle.dump(order, orders)
         orders.flush()
@@ -129,7 +128,7 @@ def _start_runner(folder: Path, lock: int, shipment: Shipment, order: RunOrder) 
             os.close(told)
         process.wait()
         if os.read(ready, 2) != b"ok":
-            said = (folder / RUNNER_LOG).read_text(errors="replace").strip()[-4000:]
+            said = (folder / run_folders.RUNNER_LOG).read_text(errors="replace").strip()[-4000:]
             raise StartError(f"the process that holds the run could not be started: {said or 'it was killed'}")
 
 
@@ -160,13 +159,13 @@ class Replay:
     def reports(self) -> ReportList:
         return self._output.listed(self._printed) if self._output is not None else ReportList()
 
-    def read(self) -> list[Event]:
-        """Show what has been added; return the events."""
+    def read(self) -> list[tuple[float, Event]]:
+        """Show what has been added; return the events with their times."""
         events = []
         for at, event in self._reader.read():
             self._at = at
             self._take(event)
-            events.append(event)
+            events.append((at, event))
         self._at = None
         if self._output is not None and self.outcome is None:
             self._output.poll()
@@ -202,12 +201,13 @@ class AttachedLaunch(Launch):
 
     def __init__(self, run: RunFolder, view: View) -> None:
         self._run = run
-        self._link = None if run.is_over else _linked(run)
+        self._link = _linked(run)
         shielded = ShieldedView(view)
         console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
         super().__init__(run.function, run.ranks, run.name, shielded, console)
         self._replay = Replay(run, shielded, self.stop)
-        self._asked: Future[dict[int, str]] = Future()
+        self._asked: tuple[float, Future[dict[int, str]]] = 0.0, Future()
+        """When stacks were asked for last, and their answer."""
         self._is_loaded = False
         self._input.begin(blocking=False)
         self._view.on(Begun(self, False, self._replay.seconds))
@@ -226,7 +226,7 @@ class AttachedLaunch(Launch):
 
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
         asked: Future[dict[int, str]] = Future()
-        self._asked = asked
+        self._asked = time.time(), asked
         self._tell("stacks")
         with contextlib.suppress(TimeoutError):
             return {} if self.done else asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
@@ -235,9 +235,12 @@ class AttachedLaunch(Launch):
     def wait(self, timeout: float | None = None) -> bool:
         __tracebackhide__ = True  # IPython leaves this frame out
         try:
-            return super().wait(timeout)
+            is_over = super().wait(timeout)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run {self.id} goes on: stop() stops it") from None
+        if is_over:
+            run_folders.mark_seen(self._run.path)
+        return is_over
 
     def result(self) -> LaunchResult:
         __tracebackhide__ = True  # IPython leaves this frame out
@@ -266,22 +269,22 @@ class AttachedLaunch(Launch):
         finally:
             if self._link is not None:
                 self._link.disconnect()
-            run_folders.mark_seen(self._run.path)
-            self._asked.cancel()
             self._finished.set()
+            if not self._asked[1].done():
+                self._asked[1].set_result({})
             self.console.on_step()
             host().forget_thread()
 
     def _step(self) -> bool:
         """Show what is new. Return True if that is all."""
         is_over = self._link is None or (self._link.is_closed and not self._reconnected(self._link))  # first
-        for event in self._replay.read():
+        for at, event in self._replay.read():
             if isinstance(event, Started):
                 if not self.world_size and self._link is not None:
                     self._view.on(Note(self._fate()))
                 self.world_size = event.info.world_size
-            elif isinstance(event, StacksShown) and not self._asked.done():
-                self._asked.set_result(dict(event.texts))
+            elif isinstance(event, StacksShown) and at >= self._asked[0] and not self._asked[1].done():
+                self._asked[1].set_result(dict(event.texts))
         if self._link is not None:
             self._link.poll()
         self.console.on_step()
@@ -332,20 +335,24 @@ class AttachedLaunch(Launch):
             self._error = found
             return
         self._returned, error = found.load(parcels_in(found.account.files.directory))
-        self._error, self._crash = found.error() or error, found.crash
+        self._error, self._crash = error if (raised := found.error()) is None else raised, found.crash
         if self._error is None:
             self._result = found.result(self._returned, self._replay.reports, self._view.record_html)
         else:
             attach_results(self._returned, self._error, found.account.files)
 
 
-def _linked(run: RunFolder) -> ControlLink:
+def _linked(run: RunFolder) -> ControlLink | None:
+    """Return the connection to the runner of a run; None if the run is over."""
     try:
-        return ControlLink(run.path)
+        return None if run.is_over else ControlLink(run.path)
     except OSError as error:
+        now = run_folders.read(run.path)
+        if now is None or now.is_over:
+            return None
         raise StartError(
-            f"the run {run.name} cannot be reached from here ({error}): attach on the machine, and in the container, "
-            "where it was started"
+            f"the run {run.name} cannot be reached from here ({error}): it was started on another machine, or in "
+            "another container"
         ) from error
 
 
@@ -361,26 +368,30 @@ def _ending_in(folder: Path) -> Ending | BaseException | None:
 
 
 # ------------------------------------------------------------------ results in files
+_SHARED = "shared"
+"""Ends the name of memory that ranks share: to map it would change the file. The rest is mapped copy-on-write."""
+
+
 def store_parcel(directory: Path, rank: int, fds: Sequence[int]) -> None:
     """Write the parcel of a rank's result to files. OSError: there is no room."""
     for number, fd in enumerate(fds):
-        with open(directory / f"rank{rank}.result{number}", "wb") as file:
-            at, size = 0, os.fstat(fd).st_size
-            while at < size:
-                at += os.sendfile(file.fileno(), fd, at, size - at)
+        kind = "" if segments.is_sealed(fd) else _SHARED
+        with open(directory / f"rank{rank}.result.{number:04}{kind}", "wb") as file, open(os.dup(fd), "rb") as held:
+            held.seek(0)
+            shutil.copyfileobj(held, file, 1 << 20)
+            file.flush()
             os.fsync(file.fileno())
 
 
 def parcels_in(directory: Path) -> dict[int, list[int]]:
     """Open the parcels of a directory: descriptors by rank, which the caller closes."""
-    names: dict[int, dict[int, Path]] = {}
-    for path in directory.glob("rank*.result*"):
-        rank, _, number = path.name.removeprefix("rank").partition(".result")
-        names.setdefault(int(rank), {})[int(number)] = path
-    return {
-        rank: [os.open(path, os.O_RDWR | os.O_CLOEXEC) for _, path in sorted(paths.items())]
-        for rank, paths in names.items()
-    }
+    parcels: dict[int, list[int]] = {}
+    for path in sorted(directory.glob("rank*.result.*")):
+        rank = int(path.name.removeprefix("rank").partition(".")[0])
+        is_shared = path.name.endswith(_SHARED)
+        fd = segments.unsealed(path.read_bytes()) if is_shared else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        parcels.setdefault(rank, []).append(fd)
+    return parcels
 
 
 # ------------------------------------------------------------------ the user's call
@@ -403,7 +414,7 @@ def attach(name: str, view: str = "auto") -> Launch:
         result is available until the run is removed, also after a restart of the kernel or of the machine.
 
     Raises:
-        ArgumentError: There is no run of this name, or the name is that of a launch that is not detached.
+        ArgumentError: There is no run of this name. Launches that are not detached have none.
         StartError: The run is in another container, or on another machine.
     """
     return AttachedLaunch(run_folders.find_run(name), host().view(view))

@@ -94,11 +94,14 @@ class EventsFile(View):
         self._begin = begin
         self._path: Path | None = None
         self._countdown = ""
-        self._is_torn = False
+        self._is_torn = self._has_warned = False
 
     def on(self, event: Event) -> None:
         if isinstance(event, Started):
-            self.open(self._begin(event.info))
+            try:
+                self.open(self._begin(event.info))
+            except OSError as error:
+                _log.warning("nblaunch: %s lacks a record: %s", event.info.log_dir, error)
         elif isinstance(event, Countdown):
             if event.text == self._countdown:
                 return
@@ -121,7 +124,9 @@ class EventsFile(View):
             with open(path, "ab", buffering=0) as file:
                 self._is_torn = file.write(data) < len(data)
         except OSError as error:
-            _log.warning("nblaunch: %s lacks an event: %s", path, error)
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("nblaunch: %s lacks events: %s", path, error)
 
 
 class EventsReader:
@@ -134,7 +139,7 @@ class EventsReader:
 
     def read(self) -> Iterator[tuple[float, Event]]:
         """Yield the events since the last call."""
-        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+        with contextlib.suppress(OSError), open(self._path, "rb") as file:
             file.seek(self._at)
             for line in file:
                 self._at += len(line)

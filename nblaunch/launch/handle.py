@@ -188,6 +188,8 @@ class OwnLaunch(Launch):
         launch_id = f"{os.getpid()}-{number}-{secrets.token_hex(3)}"
         begin = partial(_folder_of, launch_id, name, host().notebook())  # without `self`: a result keeps its view
         events = EventsFile(begin if root is None else lambda info: root)
+        if root is not None:
+            events.open(root)
         both = Both(ShieldedView(events), ShieldedView(view))
         super().__init__(name, plan.world_size, launch_id, both, console)
         self._plan, self._root = plan, root
@@ -357,7 +359,7 @@ class OwnLaunch(Launch):
             if number == 0:
                 for note in notes_on(self._sent, _noted):
                     self._view.on(Note(note))
-            run = Run(self._job, number, files, self._view, self._commands)
+            run = Run(self._job, number, files, self._view, self._commands, lists_reports=self._root is None)
             verdict = run.start(self._engine) if self._ticket is None else run.take_turn(self._ticket)
             error = self._conclude(verdict, run, files)
             self._error = error
@@ -424,7 +426,7 @@ class OwnLaunch(Launch):
                 )
         elif verdict.cause is not None:
             self._account = account
-        error = ending.error() or error
+        error = error if (raised := ending.error()) is None else raised
         if error is not None:
             failures.attach(self._returned, error, files)
         return error

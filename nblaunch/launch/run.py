@@ -57,7 +57,17 @@ class Run:
     task: Task
     output: OutputFollower
 
-    def __init__(self, job: Job, number: int, files: LaunchFiles, view: View, commands: Commands) -> None:
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        files: LaunchFiles,
+        view: View,
+        commands: Commands,
+        *,
+        lists_reports: bool = True,
+    ) -> None:
+        self._lists_reports = lists_reports
         self.job, self.number, self.files, self.view, self.commands = job, number, files, view, commands
         self.results: dict[int, list[int]] = {}
         self.hint = ""
@@ -81,7 +91,8 @@ class Run:
             opened.callback(self.task.close)
             self.task.send(lambda rank: plan.world(rank, store), job.shipment.fds, last=True)
             workers = [member.worker for member in group.members]
-            self.output = OutputFollower(workers, plan.options.metric_patterns or (), self.view)
+            patterns = plan.options.metric_patterns or ()
+            self.output = OutputFollower(workers, patterns, self.view, lists_reports=self._lists_reports)
             supervise(self.task, self.output, self.view, lambda: group.is_over)
             for event in group.drain():
                 self.task.take(event)

@@ -31,6 +31,7 @@ from nblaunch.wire import launch_files
 
 PREFIX = "run-"
 _FACTS = "run.json"
+RUNNER_LOG = "runner.log"
 _SEEN = "seen"
 """In the folder of a run whose end was shown."""
 _SPOOL_TAIL_BYTES = 16 << 10
@@ -99,7 +100,9 @@ class RunFolder:
     def lost(self) -> Outcome:
         """The end of a run whose process has died: no event tells it."""
         written = [path for path in self.path.rglob("*") if path.is_file() and path.name != _SEEN]
-        last = max((path.stat().st_mtime for path in written), default=self.began)
+        last = self.began
+        with contextlib.suppress(OSError):  # removed meanwhile
+            last = max((path.stat().st_mtime for path in written), default=last)
         return Outcome("failed", max(0.0, last - self.began), f"lost: {self.message}", at=last)
 
     @property
@@ -129,13 +132,16 @@ def read(path: Path) -> RunFolder | None:
     """Return what a folder says; None if it holds no launch."""
     try:
         facts = facts_of(path)
-    except (OSError, ValueError):
+        function, notebook, began = str(facts["function"]), str(facts["notebook"]), float(facts["began"])
+        name = path.name.removeprefix(PREFIX) if path.name.startswith(PREFIX) else str(facts["id"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, or none
         return None
     held = _is_held(path)  # first: a launch that ends now is then seen as running
     now, told = time.time(), ends_of(path)
     events: list[Event] = [event for _, event in told]
     since = next((at for at, event in told if isinstance(event, Started)), now)
     started = [event.info for event in events if isinstance(event, Started)]
+    begun = max((at for at, event in enumerate(events) if isinstance(event, Started)), default=0)
     end = next((event.outcome for event in reversed(events) if isinstance(event, Ended)), None)
     last = events[-1] if events else None
     state, message = "running" if started else "starting", last.text if isinstance(last, Preparing) else ""
@@ -147,23 +153,23 @@ def read(path: Path) -> RunFolder | None:
     attempts = sorted(each for each in path.glob("*Z-*") if each.is_dir())
     return RunFolder(
         path,
-        path.name.removeprefix(PREFIX) if path.name.startswith(PREFIX) else facts["id"],
-        facts["function"],
+        name,
+        function,
         state,
         started[-1].world_size if started else 0,
-        facts["began"],
+        began,
         end.at if end is not None else 0.0,
         end.seconds if end is not None else 0.0 if state == "lost" else max(0.0, now - since),
         message,
-        facts["notebook"],
+        notebook,
         attempts[-1] if attempts else path,
-        [event for event in events if isinstance(event, Reports)],
+        [event for event in events[begun:] if isinstance(event, Reports)],
     )
 
 
 _REBOOTED = "the machine was started again"
 _DIED = {
-    True: "the process that held the run was killed, and the ranks with it",
+    True: f"the process that held the run died, and the ranks with it; {RUNNER_LOG} may tell why",
     False: "its kernel ended, and the ranks with it",
 }
 
@@ -176,8 +182,8 @@ def _is_held(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others who look have shared locks, too
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in launch_files.NO_LOCKS
     finally:
         os.close(fd)
     return False
@@ -189,8 +195,8 @@ def folder_of(name: str) -> Path:
 
 def name_in(log_dir: Path) -> str:
     """Return the name of the run that an attempt's log directory belongs to; empty for another launch."""
-    parent = log_dir.parent.name
-    return parent.removeprefix(PREFIX) if parent.startswith(PREFIX) else ""
+    parent = log_dir.parent
+    return parent.name.removeprefix(PREFIX) if (parent / _FACTS).exists() else ""
 
 
 def mark_seen(folder: Path) -> None:
@@ -247,29 +253,32 @@ def _own(path: Path) -> RunFolder | None:
 
 def find_run(name: str) -> RunFolder:
     """Return the detached run of this name. ArgumentError: there is none."""
-    run = find(name)
-    if not run.is_detached:
-        raise ArgumentError(
-            f"name={name!r}: this launch is not detached, so it cannot be attached or removed: "
-            f"nblaunch.show({run.name!r}) shows its record"
-        )
+    run = _own(folder_of(name)) if FILE_NAME.fullmatch(name) else None  # and no launch or function of that name
+    if run is None:
+        names = ", ".join(each.name for each in every() if each.is_detached)
+        raise ArgumentError(f"name={name!r}: no such run; {f'the runs are: {names}' if names else 'there is none'}")
     return run
 
 
-def create(name: str) -> Path:
-    """Create the folder of a new run. ArgumentError: the name is in use."""
+def check_free(name: str) -> None:
+    """Raise ArgumentError if the name of a run is in use."""
     folder = folder_of(name)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
+    if folder.exists():
         run = _own(folder)
         if run is None:
-            raise ArgumentError(f"detach={name!r}: the name is in use: {folder} exists") from None
+            raise ArgumentError(f"detach={name!r}: the name is in use: {folder} exists")
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
         raise ArgumentError(
             f"detach={name!r}: the name is in use by a run of {run.function} from {since} ({run.state}): "
             f"nblaunch.attach({name!r}) shows it, `python -m nblaunch rm {name}` removes it"
-        ) from None
+        )
+
+
+def create(name: str) -> Path:
+    """Create the folder of a new run. ArgumentError: the name is in use."""
+    check_free(name)
+    folder = folder_of(name)
+    folder.mkdir(mode=0o700)
     return folder
 
 
@@ -280,8 +289,13 @@ def remove(name: str) -> None:
         raise ArgumentError(
             f"name={name!r}: the run is {run.state}: stop it first, with `python -m nblaunch stop {name}`"
         )
+    host = facts_of(run.path).get("host")
+    if run.state == "lost" and host != socket.gethostname():  # where it may run, if locks are not shared
+        raise ArgumentError(f"name={name!r}: the run was started on {host}: remove it there, or delete {run.path}")
     shutil.rmtree(run.path)
 
 
 def size_of(path: Path) -> int:
-    return sum(each.lstat().st_size for each in path.rglob("*"))
+    with contextlib.suppress(OSError):  # removed meanwhile
+        return sum(each.lstat().st_size for each in path.rglob("*"))
+    return 0

@@ -26,6 +26,7 @@ from nblaunch.machine import processes
 from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Cell, Payload, Settings
 
+_log = logging.getLogger(__name__)
 _STORE_RETRY_S = 10.0
 """Between two attempts to write results to a full disk."""
 
@@ -39,7 +40,10 @@ def main(folder: str, ready: int, lock: int, orders: int, *parcel: int) -> None:
     sys.path[:], sys.argv[:] = order.process.sys_path, order.process.argv  # ranks inherit them
     os.environ["NBLAUNCH_PRELOAD"] = "0"  # no cell follows that a fresh server with more imported would speed up
     path = Path(folder)
-    server = ControlServer(path)
+    try:
+        server = ControlServer(path)
+    except OSError as error:
+        sys.exit(f"cannot serve a socket in {path}: {error}: set NBLAUNCH_STATE_DIR to a short path on a local disk")
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, frame: server.stop())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -62,7 +66,9 @@ def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlS
         launch.begin()
         launch.outlast()
         error = launch.failure
-    except NblaunchError as refused:
+    except Exception as refused:  # noqa: BLE001  # the folder tells it
+        if not isinstance(refused, NblaunchError):
+            _log.exception("the run could not be held")
         error = refused
         state: State = "stopped" if isinstance(refused, LaunchStoppedError) else "failed"
         events.on(Ended(Outcome(state, 0.0, str(refused))))
@@ -120,7 +126,8 @@ class HeldLaunch(OwnLaunch):
             except OSError as error:
                 directory = ending.account.files.directory
                 said = f"the results cannot be written to {directory}: {error}"
-                if self._commands.kill or not directory.is_dir():  # or it would wait for ever
+                has_room = error.errno not in processes.NO_ROOM
+                if has_room or self._commands.kill or not directory.is_dir():  # or it would wait for ever
                     return StartError(said)
                 if not noted:
                     noted = True

@@ -111,6 +111,25 @@ def sealed(pieces: Iterable[tuple[bytes | bytearray | memoryview, int]]) -> int:
         raise
 
 
+def is_sealed(fd: int) -> bool:
+    """Return True if nothing can be written through a descriptor: false for memory that users share."""
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        return True
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
+    except (AttributeError, OSError):  # macOS; no memory file
+        return False
+
+
+def unsealed(data: bytes) -> int:
+    """Return a descriptor of an anonymous file with this content, which may be written."""
+    draft = create_file()
+    draft.write(data, 0)
+    if draft._reader is not None:
+        os.close(draft._reader)
+    return draft.fd
+
+
 # ------------------------------------------------------------------ segments
 class Region(NamedTuple):
     address: int

@@ -282,11 +282,7 @@ ToPage = Delta | Snapshot | Acknowledged | RecordText
 # ------------------------------------------------------------------ from the page
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A click on a button, or another request.
-
-    "record": the page writes it into the notebook; "look": at this rank's debugger; "seen": a page shows the panel, or
-    has shown the end of the launch.
-    """
+    """A click; "record": for the notebook; "look": at a debugger; "seen": a page shows the panel, or its end."""
 
     kind: Literal["stop", "kill", "stacks", "record", "look", "seen"]
     launch: str

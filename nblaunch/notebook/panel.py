@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nblaunch.launch import run_folders
 from nblaunch.launch.views import (
     Begun,
     Controls,
@@ -335,6 +336,8 @@ class PanelView(View):
                 elif kind == "seen":
                     self._has_page = True
                     self._is_seen = self._over.is_set()
+                    if self._is_seen and run_folders.name_in(info.log_dir):
+                        run_folders.mark_seen(info.log_dir.parent)
                 else:
                     self._obey(kind, launch, rank or 0)
 
@@ -377,7 +380,7 @@ def settle_panels(wait: Callable[[threading.Event, float], bool]) -> None:
 
 _ended: deque[PanelView] = deque()
 """Live panels whose launch has ended, oldest first."""
-_unjudged: deque[PanelView] = deque()
+_unjudged: deque[PanelView] = deque(maxlen=_MAX_ENDED_PANELS)
 """Those whose end a page may not have shown."""
 _awaited: deque[PanelView] = deque()
 """Of the present cell, if it is append-only."""

@@ -122,12 +122,13 @@ class PanelState:
         for record in records:
             if "metrics" in record:
                 step = record.get("step")
+                if not self.plan.leads(record["metrics"]):  # how far the others are then counts
+                    self._add_all(rank, points)
                 for name, value in record["metrics"].items():
                     points.setdefault(name, []).append((step, value))
             elif "progress" in record:
                 self._set_bar(rank, record)
-        for name, found in points.items():
-            self._add_points(name, rank, found)
+        self._add_all(rank, points)
         for record in records:
             if "best" in record and self.best.get(record["best"], (rank,))[0] >= rank:
                 name, step, value = record["best"], record["step"], record["value"]
@@ -149,6 +150,11 @@ class PanelState:
             others = [bar for bar in bars.values() if bar.name != name]
             del bars[min(others, key=lambda bar: (bar.done != bar.total, -bar.level)).name]
         self._mark("progress", [rank])
+
+    def _add_all(self, rank: int, points: dict[str, list[tuple[float | None, float]]]) -> None:
+        for name, found in points.items():
+            self._add_points(name, rank, found)
+        points.clear()
 
     def _add_points(self, name: str, rank: int, points: Sequence[tuple[float | None, float]]) -> None:
         if name in self.series or len(self.series) < _MAX_METRICS:

@@ -32,6 +32,8 @@ class Runs(list[RunFolder]):
         return "\n".join([*lines, *self._more()]) if self else "no runs or launches yet"
 
     def _repr_html_(self) -> str:
+        if not self:
+            return repr(self)
         head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _COLUMNS)
         body = "".join(f"<tr>{''.join(map(_cell_html, _cells(run)))}</tr>" for run in self._shown())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + "<br>".join(self._more())

@@ -234,7 +234,7 @@ def test_whoever_stops_a_run_all_see_the_same_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("victim", "state", "error", "said"),
     [
-        ("runner", "lost", RankLostError, "the run doomed is lost: the process that held the run was killed"),
+        ("runner", "lost", RankLostError, "the run doomed is lost: the process that held the run died"),
         ("reaper", "failed", RankLostError, "the parent process of the ranks of talk was killed"),
         ("rank", "failed", RankDiedError, "rank 1 was killed by SIGKILL before talk returned"),
     ],
@@ -442,12 +442,12 @@ def test_the_commands_in_a_terminal(tmp_path: Path) -> None:
     assert said_by("attach", "busy")[0] == 1
     with pytest.raises(ArgumentError, match=r"the name is in use by a run of train from .*\(stopped\)"):
         start(train, "busy", tmp_path, 10)
-    assert said_by("rm", "busy") == (0, "")
+    assert said_by("rm", "busy") == (0, "busy: removed\n")
     assert said_by("runs") == (0, "no runs or launches yet\n")
-    for words in (["rm", "busy"], ["attach", "busy"], ["stop", "busy"], ["logs", "busy"]):
+    for words in (["rm", "busy"], ["attach", "busy"], ["stop", "busy"]):
         assert said_by(*words) == (
             1,
-            "nblaunch: name='busy': no such run or launch; nblaunch.runs() lists all launches\n",
+            "nblaunch: name='busy': no such run; there is none\n",
         )
 
 

@@ -185,7 +185,7 @@ def test_a_full_disk_costs_the_events_of_that_time_and_no_others(
         file.on(Note("torn"))
         file.on(Note("nothing of it"))
     assert [event for _, event in reader.read()] == [Note("before")]
-    assert "lacks an event" in caplog.text
+    assert "lacks events" in caplog.text
     file.on(Note("after"))
     file.on(Note("at the end"))
     assert [event for _, event in reader.read()] == [Note("after"), Note("at the end")]

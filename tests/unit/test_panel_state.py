@@ -77,6 +77,23 @@ def test_very_many_points_at_once_are_downsampled_to_their_ends(state: PanelStat
     assert [x for _, _, x, *_ in points] == sorted(x for _, _, x, *_ in points)
 
 
+def test_a_block_of_reports_draws_what_they_draw_one_by_one() -> None:
+    records: list[dict[str, Any]] = []
+    for step in range(1000):
+        records.append({"time": 0.0, "step": step, "metrics": {"train_loss": 1 / (step + 1)}})
+        if step in (200, 400):
+            records.append({"time": 0.0, "step": step, "metrics": {"val_loss": math.nan, "lr": 0.1}})
+    records.append({"time": 0.0, "step": 10**400, "metrics": {"lr": 0.2}})  # as far as Python counts
+    together, one_by_one = PanelState(1), PanelState(1)
+    together.add_reports(0, records)
+    for record in records:
+        one_by_one.add_reports(0, [record])
+    assert together.plan.charts == one_by_one.plan.charts
+    assert ("train_loss", "val_loss") in [chart.names for chart in together.plan.charts]
+    for name, ranks in one_by_one.series.items():
+        assert repr(together.series[name][0].reported[-1]) == repr(ranks[0].reported[-1])
+
+
 def test_the_bar_of_the_whole_run_stays_above_those_of_its_epochs(state: PanelState) -> None:
     for epoch in range(5):
         state.add_reports(0, [bar(f"epoch {epoch}", done) | {"level": 1} for done in (0, 10)])

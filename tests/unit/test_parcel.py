@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import PayloadError
+from nblaunch.launch.attached import parcels_in, store_parcel
 from nblaunch.machine import segments
 from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
@@ -707,3 +708,17 @@ def test_a_file_that_a_tensor_maps_is_sent_as_what_it_holds(shared: bool, tmp_pa
     file.write_bytes(np.arange(LARGE, dtype=np.float32).tobytes())
     tensor = torch.from_file(str(file), shared=shared, size=LARGE)
     assert torch.equal(sent(tensor), torch.arange(LARGE, dtype=torch.float32))
+
+
+def test_a_result_in_files_is_the_same_each_time_whatever_its_readers_change(tmp_path: Path) -> None:
+    shared = torch.arange(3000.0).share_memory_()
+    parcel = pack(lambda found: {"shared": shared, "large": torch.ones(100_000)})
+    store_parcel(tmp_path, 3, parcel.fds)
+    for _ in range(2):
+        ((rank, fds),) = parcels_in(tmp_path).items()
+        found = unpack(fds)
+        assert rank == 3
+        assert torch.equal(found["shared"], torch.arange(3000.0))
+        assert torch.equal(found["large"], torch.ones(100_000))
+        for each in found.values():
+            each.add_(1)

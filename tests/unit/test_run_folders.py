@@ -118,7 +118,7 @@ def test_without_an_end_and_a_holder_it_is_lost(root: Path) -> None:
     os.utime(run / EVENTS, (1050.0, 1050.0))
     found = read(run)
     assert (found.state, found.seconds, found.ended) == ("lost", 0.0, 0.0)
-    assert found.message == "the process that held the run was killed, and the ranks with it"
+    assert found.message == "the process that held the run died, and the ranks with it; runner.log may tell why"
     assert (found.lost.state, found.lost.seconds, found.lost.at) == ("failed", 60.0, 1060.0)
     assert found.lost.message == f"lost: {found.message}"
     assert read(launch).message == "its kernel ended, and the ranks with it"
@@ -128,9 +128,9 @@ def test_a_reboot_is_told_from_a_death(root: Path) -> None:
     rebooted = write(root, "run-r", [started()], boot="another start")
     assert (read(rebooted).state, read(rebooted).message) == ("lost", "the machine was started again")
     elsewhere = write(root, "run-elsewhere", [started()], boot="another start", host="another machine")
-    assert "killed" in read(elsewhere).message
+    assert "died" in read(elsewhere).message
     without = write(root, "run-without", [started()], boot="")
-    assert "killed" in read(without).message
+    assert "died" in read(without).message
 
 
 def test_the_last_attempt_is_what_the_run_shows(root: Path) -> None:
@@ -179,8 +179,25 @@ def test_runs_are_found_by_name_id_and_function_the_latest_first(root: Path) -> 
     assert run_folders.find("train").name == "7-1-abc"
     with pytest.raises(ArgumentError, match=r"^name='gone': no such run or launch; the runs are: new, old$"):
         run_folders.find("gone")
-    with pytest.raises(ArgumentError, match=r"attached or removed: nblaunch\.show\('7-1-abc'\) shows its record"):
-        run_folders.find_run("train")
+    for name in ("train", "7-1-abc", "../run-old", ""):  # no function, no launch, no other folder
+        with pytest.raises(ArgumentError, match=r"^name='.*': no such run; the runs are: new, old$"):
+            run_folders.find_run(name)
+
+
+@pytest.mark.parametrize(
+    "facts", ["{}", "[]", '{"id": 1}', "no JSON", '{"function": "f", "notebook": "", "began": "x"}']
+)
+def test_a_damaged_folder_hides_no_other(root: Path, facts: str) -> None:
+    write(root, "run-whole", [started(), Ended(FAILED)])
+    (write(root, "run-damaged", [started()]) / "run.json").write_text(facts)
+    assert [run.name for run in run_folders.every()] == ["whole"]
+
+
+def test_a_run_of_another_machine_is_removed_only_there(root: Path) -> None:
+    folder = write(root, "run-far", [started()], host="another machine")
+    with pytest.raises(ArgumentError, match=r"the run was started on another machine: remove it there, or delete "):
+        run_folders.remove("far")
+    assert folder.exists()
 
 
 def test_without_any_run_the_error_says_so(root: Path) -> None:

@@ -147,6 +147,10 @@ class ChartPlan:
             self._apart.add(name)
         return is_new or was_apart != (name in self._apart)
 
+    def leads(self, names: Iterable[str]) -> bool:
+        """Return True if each of these metrics is known, and the first of its family."""
+        return all(name in self._latest and name not in self._leaders for name in names)
+
     def extend(self, name: str, xs: Sequence[float], source: Hashable) -> bool:
         """Add values as `add` does, one after the other."""
         changed = self.add(name, xs[0], source)

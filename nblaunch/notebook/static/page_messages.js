@@ -120,11 +120,7 @@
  * @property {"record"} kind
  * @property {string} html
  * @property {string} text */
-/** A click on a button, or another request.
-
-    "record": the page writes it into the notebook; "look": at this rank's debugger; "seen": a page shows the panel, or
-    has shown the end of the launch.
-    
+/** A click; "record": for the notebook; "look": at a debugger; "seen": a page shows the panel, or its end.
  * @typedef {object} Request
  * @property {"stop" | "kill" | "stacks" | "record" | "look" | "seen"} kind
  * @property {string} launch
