@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -71,8 +72,8 @@ def _attach(name: str) -> int:
     try:
         launch.wait()
     except KeyboardInterrupt:
-        print(f"\nthe run {name} goes on")
-        return 0
+        print(f"\nthe run {name} goes on", flush=True)
+        os._exit(0)  # the thread that shows the run may be writing, which would abort a regular exit
     run = run_folders.find_run(name)
     print(f"{name}: {run.state}{f': {run.message}' * bool(run.message)}")
     return 0 if run.state == "finished" else 1

@@ -23,7 +23,8 @@ from typing import cast
 from nblaunch.engines import current
 from nblaunch.errors import RankLostError, ResultError, StartError
 from nblaunch.launch import run_folders
-from nblaunch.launch.control import ControlLink, RemoteConsole
+from nblaunch.launch.control import ControlLink
+from nblaunch.launch.debug_console import RemoteConsole
 from nblaunch.launch.ending import Ending
 from nblaunch.launch.events_file import EventsReader
 from nblaunch.launch.failures import attach as attach_results

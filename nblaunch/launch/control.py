@@ -11,18 +11,16 @@ import dataclasses
 import json
 import logging
 import os
-import queue
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nblaunch.launch.debug_console import Prompt
+from nblaunch.launch.debug_console import RemoteConsole
 from nblaunch.launch.views import (
     Controls,
     Event,
@@ -36,7 +34,6 @@ from nblaunch.launch.views import (
 )
 from nblaunch.machine import timeouts
 from nblaunch.machine.usage import Usage
-from nblaunch.wire.messages import Asked
 
 _log = logging.getLogger(__name__)
 _SOCKET = "control"
@@ -258,55 +255,6 @@ class ControlServer(View):
 
 
 # ------------------------------------------------------------------ in a kernel that has attached
-class RemoteConsole:
-    """The debug console of a run, in a kernel that has attached to it: a `launch.debug_console.Console`."""
-
-    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
-        self.on_step: Callable[[], None] = lambda: None
-        self.prompt: Prompt | None = None
-        self.is_open = self.has_examined = False
-        self.stopped: Sequence[int] = ()
-        self.states: Sequence[str] = ()
-        self._send = send
-        self._unshown: deque[str] = deque()
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def take(self, shown: Mapping[str, Any]) -> None:
-        if shown["text"]:
-            self._unshown.append(shown["text"])
-        asked = Asked(**shown["prompt"]["asked"]) if shown["prompt"] else None
-        if asked is None:
-            self.prompt = None
-        elif self.prompt is None or self.prompt.asked != asked:
-            self.prompt = Prompt(asked, shown["prompt"]["text"])
-        self.is_open, self.has_examined = shown["is_open"], shown["has_examined"]
-        self.stopped, self.states = shown["stopped"], shown["states"]
-        self._news.put(None)
-
-    def take_text(self) -> str:
-        text = ""
-        while self._unshown:
-            text += self._unshown.popleft()
-        return text
-
-    def wait(self, seconds: float) -> None:
-        with contextlib.suppress(queue.Empty):
-            self._news.get(timeout=seconds)
-
-    def type(self, prompt: Prompt, line: str | None) -> None:
-        if self.prompt is prompt:
-            self.prompt = None
-            self._send({"do": "type", "asked": dataclasses.asdict(prompt.asked), "line": line})
-
-    def look(self, rank: int) -> None:
-        self._send({"do": "look", "rank": rank})
-
-    def end(self) -> None:
-        """Ask nothing any more: the run has ended."""
-        self.prompt, self.is_open = None, False
-        self.stopped = self.states = ()
-
-
 class ControlLink:
     """The connection of this process to the runner of a run. OSError: the runner cannot be reached."""
 

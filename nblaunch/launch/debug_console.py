@@ -11,6 +11,8 @@ not see the wait, and torch's limit is 30 min, also while the user debugs.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import queue
 import re
 import threading
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import (
@@ -91,35 +93,6 @@ class _OpenDebugger:
 class Prompt:
     asked: Asked
     text: str
-
-
-class Console(Protocol):
-    """What the cell and the panel need of a console: a `DebugConsole`, or that of a run in another process."""
-
-    on_step: Callable[[], None]
-
-    @property
-    def prompt(self) -> Prompt | None: ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    @property
-    def has_examined(self) -> bool: ...
-
-    @property
-    def stopped(self) -> Sequence[int]: ...
-
-    @property
-    def states(self) -> Sequence[str]: ...
-
-    def take_text(self) -> str: ...
-
-    def wait(self, seconds: float) -> None: ...
-
-    def type(self, prompt: Prompt, line: str | None) -> None: ...
-
-    def look(self, rank: int) -> None: ...
 
 
 class DebugConsole:
@@ -419,3 +392,55 @@ class DebugConsole:
             self._turn_to(rank)
             self._choose()
             self._wake()
+
+
+class RemoteConsole:
+    """The debug console of a run, in a kernel that has attached to it."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self.on_step: Callable[[], None] = lambda: None
+        self.prompt: Prompt | None = None
+        self.is_open = self.has_examined = False
+        self.stopped: Sequence[int] = ()
+        self.states: Sequence[str] = ()
+        self._send = send
+        self._unshown: deque[str] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def take(self, shown: Mapping[str, Any]) -> None:
+        if shown["text"]:
+            self._unshown.append(shown["text"])
+        asked = Asked(**shown["prompt"]["asked"]) if shown["prompt"] else None
+        if asked is None:
+            self.prompt = None
+        elif self.prompt is None or self.prompt.asked != asked:
+            self.prompt = Prompt(asked, shown["prompt"]["text"])
+        self.is_open, self.has_examined = shown["is_open"], shown["has_examined"]
+        self.stopped, self.states = shown["stopped"], shown["states"]
+        self._news.put(None)
+
+    def take_text(self) -> str:
+        text = ""
+        while self._unshown:
+            text += self._unshown.popleft()
+        return text
+
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=seconds)
+
+    def type(self, prompt: Prompt, line: str | None) -> None:
+        if self.prompt is prompt:
+            self.prompt = None
+            self._send({"do": "type", "asked": dataclasses.asdict(prompt.asked), "line": line})
+
+    def look(self, rank: int) -> None:
+        self._send({"do": "look", "rank": rank})
+
+    def end(self) -> None:
+        """Ask nothing any more: the run has ended."""
+        self.prompt, self.is_open = None, False
+        self.stopped = self.states = ()
+
+
+Console: TypeAlias = "DebugConsole | RemoteConsole"

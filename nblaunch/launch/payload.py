@@ -21,7 +21,7 @@ from nblaunch.launch.result import NOTHING_SENT, Sent, largest, named
 from nblaunch.machine.segments import NoRoomError
 from nblaunch.transfer import cell_effects, definitions, parameters, pickling, reducers
 from nblaunch.transfer.cell_effects import read_flags
-from nblaunch.transfer.parcel import Packed, pack
+from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.wire.messages import Cell, Payload, Question, RootLogger, Settings, Source, WarningFilter
 
 _FIX = "create it in the ranks, or send the data to create it from"
@@ -75,7 +75,7 @@ def effects_of_cells() -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Shipment:
     payload: Payload
-    parcel: Packed | None
+    parcel: Parcel | None
     """None if the ranks share the kernel's memory."""
     sources: Mapping[str, Source]
     """The cells that define its functions."""

@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from nblaunch.engines import current
 from nblaunch.errors import LaunchStoppedError, NblaunchError, StartError
@@ -23,6 +25,7 @@ from nblaunch.launch.payload import Shipment
 from nblaunch.launch.run import Run
 from nblaunch.launch.views import Both, Ended, Note, Outcome, State
 from nblaunch.machine import processes
+from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Cell, Payload, Settings
 
@@ -86,19 +89,9 @@ def _prepared(
         engine.preload(order.options.preload)
     stand_in = Cell("", "", order.function, order.only)  # its name is all that a supervisor needs of a function
     payload = Payload(stand_in, (), {}, None, Settings(), {})
-    shipment = Shipment(payload, _Received(parcel), order.sources, order.sent)
+    received = SimpleNamespace(fds=parcel, close=lambda: None)  # the process ends with the run
+    shipment = Shipment(payload, cast("Parcel", received), order.sources, order.sent)
     return HeldLaunch(plan, shipment, server, engine, None, folder)
-
-
-class _Received:
-    """The payload's parcel, as it came with this process."""
-
-    def __init__(self, fds: Sequence[int]) -> None:
-        self.fds = tuple(fds)
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
 
 
 class HeldLaunch(OwnLaunch):

@@ -18,6 +18,7 @@ from nblaunch.launch.views import (
     StacksShown,
     Started,
     Stuck,
+    View,
 )
 from nblaunch.notebook.log_feed import LogFeed
 from nblaunch.notebook.output_store import OutputStore
@@ -27,7 +28,7 @@ from nblaunch.notebook.record import Record, record_of
 TAIL_LINES = 20
 
 
-class LaunchModel:
+class LaunchModel(View):
     """See the module. For one thread at a time."""
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class LaunchModel:
         """Return the time since the begin, in seconds."""
         return round(self._seconds(), 2)
 
-    def take(self, event: Event) -> None:
+    def on(self, event: Event) -> None:
         match event:
             case Begun(_, _, seconds):
                 self._seconds = seconds

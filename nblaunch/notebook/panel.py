@@ -112,7 +112,7 @@ class PanelView(View):
             _ended.popleft().retire()
 
     def _take(self, event: Event) -> None:
-        self._model.take(event)
+        self._model.on(event)
         match event:
             case Begun(controls, blocking):
                 self._controls = controls

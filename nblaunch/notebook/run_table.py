@@ -12,7 +12,7 @@ from nblaunch.launch.attached import Replay
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.run_folders import RunFolder
-from nblaunch.launch.views import Begun, Event, View, duration_text
+from nblaunch.launch.views import Begun, duration_text
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook.launch_model import LaunchModel
 from nblaunch.notebook.record import as_html, as_text
@@ -89,21 +89,13 @@ def show(name: str | None = None) -> None:
     host().show_html(html, as_text(html))
 
 
-class _ModelView(View):
-    def __init__(self) -> None:
-        self.model = LaunchModel()
-
-    def on(self, event: Event) -> None:
-        self.model.take(event)
-
-
 def record_of(run: RunFolder) -> str:
     """Return the record of a launch or run as HTML, from its folder."""
-    view = _ModelView()
-    replay = Replay(run, view)
+    model = LaunchModel()
+    replay = Replay(run, model)
     unheard: Any = None
-    view.on(Begun(unheard, False, replay.seconds))
+    model.on(Begun(unheard, False, replay.seconds))
     replay.read()
     if run.state == "lost":
         replay.end(run.lost)
-    return as_html(view.model.record())
+    return as_html(model.record())

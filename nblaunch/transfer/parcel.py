@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nblaunch.errors import ArgumentError, PayloadError, text_of
 from nblaunch.machine import segments
@@ -135,15 +135,6 @@ class Outgoing(BufferSink):
             self._uncounted_bytes += sum(region.size for region in self._counted) - before
         self.sizes[name] = self.sizes.get(name, 0) + self._uncounted_bytes
         self._uncounted, self._uncounted_bytes = [], 0
-
-
-class Packed(Protocol):
-    """A parcel to send."""
-
-    @property
-    def fds(self) -> Sequence[int]: ...
-
-    def close(self) -> object: ...
 
 
 class Parcel:
