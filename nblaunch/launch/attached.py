@@ -215,6 +215,8 @@ class AttachedLaunch(Launch):
         _live.add(self)
         thread = threading.Thread(target=self._follow, name=f"nblaunch-run-{run.name}", daemon=True)
         thread.start()
+        if self._link is None:
+            thread.join()  # `done` is right at once
 
     def stop(self) -> None:
         self._tell("stop")

@@ -171,6 +171,8 @@ class ControlServer(View):
         meter, measured_at = None, 0.0
         while not self._is_over.is_set():
             ready = self._selector.select(_CONSOLE_POLL_S)
+            if not self._path.parent.exists():  # removed by hand: no one could stop the run, or see its end
+                self.stop()
             try:
                 for key, _ in ready:
                     if key.fileobj is self._listener:

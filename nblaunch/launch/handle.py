@@ -153,7 +153,7 @@ class Launch(ABC):
 
     def __repr__(self) -> str:
         state = "; ".join([self._state(), *self.console.states[:MAX_STATES]])
-        ranks = f"{self.world_size} ranks, " if self.world_size else ""
+        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}, " if self.world_size else ""
         return f"<Launch {self.id} of {self.name}: {ranks}{state}>"
 
     def _state(self) -> str:

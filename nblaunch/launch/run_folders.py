@@ -270,7 +270,8 @@ def check_free(name: str) -> None:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
         raise ArgumentError(
             f"detach={name!r}: the name is in use by a run of {run.function} from {since} ({run.state}): "
-            f"nblaunch.attach({name!r}) shows it, `python -m nblaunch rm {name}` removes it"
+            f"nblaunch.attach({name!r}) shows it, `python -m nblaunch {'rm' if run.is_over else 'stop'} {name}` "
+            f"{'removes' if run.is_over else 'stops'} it"
         )
 
 

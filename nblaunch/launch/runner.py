@@ -30,7 +30,7 @@ from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Cell, Payload, Settings
 
 _log = logging.getLogger(__name__)
-_STORE_RETRY_S = 10.0
+_STORE_RETRY_S = 2.0
 """Between two attempts to write results to a full disk."""
 
 
@@ -110,8 +110,8 @@ class HeldLaunch(OwnLaunch):
         self._finished.wait()
 
     def _take(self, ending: Ending, run: Run) -> BaseException | None:
-        """Write the end to files. While there is no room, keep it, and try again."""
-        noted = False
+        """Write the end to files. While there is no room, keep it, and try again until the user stops the run."""
+        noted, was_stopped = False, self._commands.stop
         while True:
             try:
                 self._store(ending, run)
@@ -120,11 +120,13 @@ class HeldLaunch(OwnLaunch):
                 directory = ending.account.files.directory
                 said = f"the results cannot be written to {directory}: {error}"
                 has_room = error.errno not in processes.NO_ROOM
-                if has_room or self._commands.kill or not directory.is_dir():  # or it would wait for ever
+                is_given_up = self._commands.kill or (self._commands.stop and not was_stopped)
+                if has_room or is_given_up or not directory.is_dir():  # or it would wait for ever
                     return StartError(said)
                 if not noted:
                     noted = True
-                    self._view.on(Note(f"{said}. The run keeps them, and tries again: free some space there"))
+                    advice = "The run keeps them, and tries again: free some space there, or stop the run"
+                    self._view.on(Note(f"{said}. {advice}"))
             threading.Event().wait(_STORE_RETRY_S)
 
     def _store(self, ending: Ending, run: Run) -> None:

@@ -206,6 +206,8 @@ class DistributedMagics(Magics):
     def _check_fits(self, session: Session, given: dict[str, Any], chosen: tuple[int, ...] | None) -> None:
         check_ranks("--ranks", chosen, session.world_size)
         for name, value in given.items():
+            if name == "detach":
+                raise UsageError(f"--detach: session {session.name} keeps its ranks: add --fresh for new ones")
             if name not in taken_by("cell") and (name, value) != ("num_processes", session.world_size):
                 raise UsageError(
                     f"{flag_of(name)} {value}: cannot be changed in session {session.name}; use --fresh for new ranks"

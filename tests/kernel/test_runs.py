@@ -104,7 +104,7 @@ def test_a_cell_can_be_detached(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1").check()
     try:
         refused = kernel.run("%%distributed --detach more\nrank").text
-        assert "--detach more: cannot be changed in session main; use --fresh for new ranks" in refused
+        assert "--detach: session main keeps its ranks: add --fresh for new ones" in refused
     finally:
         kernel.run("%distributed session stop").check()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -30,6 +31,7 @@ from nblaunch.errors import (
     RankDiedError,
     RankLostError,
     ResultError,
+    StartError,
 )
 from nblaunch.launch import run_folders
 from nblaunch.notebook.run_table import record_of
@@ -363,6 +365,32 @@ def test_results_are_kept_while_they_cannot_be_written(tmp_path: Path) -> None:
     result = run.result()
     assert all(torch.equal(result[rank], torch.ones(NUMBERS)) for rank in range(2))
     assert run_folders.find_run("full").state == "finished"
+
+    again = start(return_ones, "full2", tmp_path)
+    eventually(lambda: run_folders.find_run("full2").state == "running")
+    resource.prlimit(runner_of("full2"), resource.RLIMIT_FSIZE, (1 << 20, hard))
+    events = run_folders.folder_of("full2") / "events.jsonl"
+    eventually(lambda: "or stop the run" in events.read_text())
+    again.stop()
+    with pytest.raises(StartError, match=r"^the results cannot be written to .*File too large"):
+        again.result()
+
+
+def test_a_run_whose_folder_is_removed_ends() -> None:
+    run = start(wait_forever, "removed")
+    eventually(lambda: run.stacks().keys() == {0, 1})
+    shutil.rmtree(run_folders.folder_of("removed"))
+    eventually(lambda: not runners())
+    with pytest.raises(RankLostError, match="its folder was removed"):
+        run.result()
+
+
+def test_an_ended_run_is_done_as_soon_as_it_is_attached(tmp_path: Path) -> None:
+    (tmp_path / "enough").touch()
+    start(return_ones, "over", tmp_path).result()
+    again = attach("over")
+    assert again.done
+    assert "2 ranks, finished" in repr(again)
 
 
 def test_a_breakpoint_waits_until_someone_attaches() -> None:

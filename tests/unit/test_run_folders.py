@@ -238,13 +238,13 @@ def test_a_new_run_has_a_folder_that_only_its_user_reads(root: Path) -> None:
 def test_a_name_in_use_is_refused_with_what_it_is(root: Path) -> None:
     folder = write(root, "run-r", [started()])
     who = r"a run of train from \d\d\d\d-\d\d-\d\d \d\d:\d\d"
-    said = f"^detach='r': the name is in use by {who} \\({{}}\\): .*`python -m nblaunch rm r`"
-    with held(folder), pytest.raises(ArgumentError, match=said.format("running")):
+    said = f"^detach='r': the name is in use by {who} \\({{}}\\): .*`python -m nblaunch {{}} r` {{}} it$"
+    with held(folder), pytest.raises(ArgumentError, match=said.format("running", "stop", "stops")):
         run_folders.create("r")
-    with pytest.raises(ArgumentError, match=said.format("lost")):
+    with pytest.raises(ArgumentError, match=said.format("lost", "rm", "removes")):
         run_folders.create("r")
     add(folder, Ended(FAILED))
-    with pytest.raises(ArgumentError, match=said.format("failed")):
+    with pytest.raises(ArgumentError, match=said.format("failed", "rm", "removes")):
         run_folders.create("r")
 
 
