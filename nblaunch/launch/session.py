@@ -36,6 +36,9 @@ from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Bound, Cell, Payload, Question, Settings
 
+_LOOK_TIMEOUT_S = 2.0
+"""For a look at the ranks to be over."""
+
 
 class Session:
     """Persistent ranks: each `run` and each ``%%distributed`` cell sees the variables of earlier ones.
@@ -533,6 +536,9 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
     ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
     said = f"is running: {ranks}, with the variables of earlier cells"
     questions.look(running._ranks)
+    held_until = time.monotonic() + _LOOK_TIMEOUT_S  # a look at the ranks, of a display, may stand in the queue
+    while not running._ranks.present and running._ranks.queue and time.monotonic() < held_until:
+        time.sleep(timeouts.LOG_POLL_S)
     if not (running._ranks.present or running._ranks.queue):  # nor does a restart bring some
         running.restart()
         said = f"had lost its ranks and their variables: started {ranks} again"
