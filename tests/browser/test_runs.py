@@ -198,3 +198,4 @@ def test_a_page_that_was_open_is_told_nothing(lab: Lab, tmp_path: Path) -> None:
         lab.run_cell(number)
     eventually(lambda: _texts(lab)[-2:] == ["0", "0"])
     assert not [text for text in _texts(lab) if text.startswith(UNSEEN)]
+    lab.server.end_kernels()  # cells of the next file count from 1
