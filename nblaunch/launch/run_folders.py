@@ -277,9 +277,12 @@ def check_free(name: str) -> None:
 
 def create(name: str) -> Path:
     """Create the folder of a new run. ArgumentError: the name is in use."""
-    check_free(name)
     folder = folder_of(name)
-    folder.mkdir(mode=0o700)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:  # also of a run that another process has started meanwhile
+        check_free(name)
+        raise
     return folder
 
 
