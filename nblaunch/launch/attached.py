@@ -271,7 +271,7 @@ class AttachedLaunch(Launch):
                 time.sleep(timeouts.LOG_POLL_S)
         finally:
             if self._link is not None:
-                self._link.disconnect()
+                self._link.console.end()
             self._finished.set()
             if not self._asked[1].done():
                 self._asked[1].set_result({})
@@ -280,7 +280,7 @@ class AttachedLaunch(Launch):
 
     def _step(self) -> bool:
         """Show what is new. Return True if that is all."""
-        is_over = self._link is None or (self._link.is_closed and not self._reconnected(self._link))  # first
+        is_over = self._link is None or (not self._link.poll() and self._has_ended())  # first
         for at, event in self._replay.read():
             if isinstance(event, Started):
                 if not self.world_size and self._link is not None:
@@ -288,8 +288,6 @@ class AttachedLaunch(Launch):
                 self.world_size = event.info.world_size
             elif isinstance(event, StacksShown) and at >= self._asked[0] and not self._asked[1].done():
                 self._asked[1].set_result(dict(event.texts))
-        if self._link is not None:
-            self._link.poll()
         self.console.on_step()
         if is_over and self._replay.outcome is None:
             self._lose()
@@ -302,12 +300,9 @@ class AttachedLaunch(Launch):
             f"this run goes on without the kernel until {until}. nblaunch.attach({self.id!r}) shows it in any notebook"
         )
 
-    def _reconnected(self, link: ControlLink) -> bool:
+    def _has_ended(self) -> bool:
         now = run_folders.read(self._run.path)
-        if now is None or now.is_over:
-            return False
-        link.reconnect()
-        return True
+        return now is None or now.is_over
 
     def _lose(self) -> None:
         """Show that the run is lost: its runner has died, and left no end."""

@@ -404,6 +404,7 @@ class RemoteConsole:
         self.stopped: Sequence[int] = ()
         self.states: Sequence[str] = ()
         self._send = send
+        self._answered: Asked | None = None
         self._unshown: deque[str] = deque()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -411,13 +412,16 @@ class RemoteConsole:
         if shown["text"]:
             self._unshown.append(shown["text"])
         asked = Asked(**shown["prompt"]["asked"]) if shown["prompt"] else None
-        if asked is None:
+        if asked != self._answered:
+            self._answered = None  # ranks that are started again count from the begin
+        if asked is None or asked == self._answered:
             self.prompt = None
         elif self.prompt is None or self.prompt.asked != asked:
             self.prompt = Prompt(asked, shown["prompt"]["text"])
         self.is_open, self.has_examined = shown["is_open"], shown["has_examined"]
         self.stopped, self.states = shown["stopped"], shown["states"]
-        self._news.put(None)
+        if self._news.empty():
+            self._news.put(None)
 
     def take_text(self) -> str:
         text = ""
@@ -431,7 +435,7 @@ class RemoteConsole:
 
     def type(self, prompt: Prompt, line: str | None) -> None:
         if self.prompt is prompt:
-            self.prompt = None
+            self.prompt, self._answered = None, prompt.asked
             self._send({"do": "type", "asked": dataclasses.asdict(prompt.asked), "line": line})
 
     def look(self, rank: int) -> None:

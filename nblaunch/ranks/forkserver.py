@@ -124,9 +124,8 @@ def _import_ahead(channel: Channel, modules: Sequence[str], cwd: str) -> tuple[s
             try:
                 importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001  # whatever a module raises, SystemExit too
-                if name == package:
-                    return package, f"importing it raises {type(error).__name__}: {error}"
-                # a submodule that fails to import here is left to the ranks
+                what = "it" if name == package else name  # what a part has half imported, ranks would inherit
+                return package, f"importing {what} raises {type(error).__name__}: {error}"
             new = sys.modules.keys() - known
             known |= new
             problem = fork_problem()

@@ -28,6 +28,8 @@ PACKAGES = dict.fromkeys(("recorder", "another", "hidden", "upgraded"), RECORDS)
     "writes": "import sys\nOUT = sys.stdout\n",
     "known/__init__": RECORDS,
     "known/part": RECORDS,
+    "half/__init__": RECORDS,
+    "half/broken": "raise ValueError('no licence')\n",
 }
 BAD = {
     "starts_a_thread": (
@@ -176,10 +178,11 @@ def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: P
 
 def test_packages_that_ranks_must_not_share_are_left_out(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_servers, "PRELOAD_TIMEOUT_S", 1.0)
-    own.preload(list(BAD))
-    assert not set(BAD) & set(had(own, "recorder").ahead)
+    own.preload([*BAD, "half.broken"])
+    assert not {*BAD, "half", "half.broken"} & set(had(own, "recorder").ahead)
     said = [line.removeprefix("not preloaded: ") for line in own.status()]
-    for name, (_, reason) in BAD.items():
+    half = "importing half.broken raises ValueError: no licence"
+    for name, reason in [*((name, reason) for name, (_, reason) in BAD.items()), ("half", half)]:
         assert any(line.startswith(f"{name} ({reason}") for line in said)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 
 from nblaunch.launch.control import ControlLink, ControlServer
-from nblaunch.launch.debug_console import DebugConsole
+from nblaunch.launch.debug_console import DebugConsole, RemoteConsole
+from nblaunch.wire.messages import Asked, Typed
 from tests.conftest import eventually
+from tests.unit.test_debug_console import Ranks
 
 
 class FakeLaunch:
@@ -54,10 +57,52 @@ def test_several_processes_control_a_launch(server: ControlServer, tmp_path: Pat
     for asked, link in zip(("stacks", "stop", "kill"), (*links, links[0]), strict=True):
         link.send({"do": asked})
         eventually(partial(was_asked, launch, asked))
-    links[0].disconnect()
     links[1].send({"do": "stop"})
     eventually(lambda: launch.asked == ["stacks", "stop", "kill", "stop"])
-    links[1].disconnect()
+
+
+def test_two_processes_see_a_console_and_one_line_answers_its_prompt(server: ControlServer, tmp_path: Path) -> None:
+    ranks, launch = Ranks(), FakeLaunch()
+    launch.console = ranks.console
+    server.control(launch)
+    first, second = ControlLink(tmp_path), ControlLink(tmp_path)
+    ranks.stops(0)
+    for link, other in ((first, "-> x = 1"), (second, "-> x = 1"), (second, "")):
+        assert link.poll()
+        text = link.console.take_text()
+        assert other in text if other else text == ""
+        assert link.console.stopped == [0]
+    prompt, stale = first.console.prompt, second.console.prompt
+    assert prompt is not None
+    assert stale is not None
+    first.console.type(prompt, "n")
+    second.console.type(stale, "c")
+    assert [typed.line for _, typed in ranks.console.outgoing() if isinstance(typed, Typed)] == ["n"]
+    ranks.prints(0, "-> y = 2\n")
+    ranks.asks(0)
+    for link in (first, second, ControlLink(tmp_path)):
+        assert link.poll()
+        text = link.console.take_text()
+        assert "-> y = 2" in text
+        assert "-> x = 1" not in text
+        assert link.console.prompt not in (None, prompt, stale)
+
+
+def test_a_prompt_that_is_answered_is_not_asked_again() -> None:
+    console, asked = RemoteConsole(lambda request: None), dataclasses.asdict(Asked(0, 1, 1, ""))
+    shown = {"is_open": True, "has_examined": False, "stopped": [0], "states": [], "text": ""}
+    here = {"text": "(Pdb) ", "asked": asked}
+
+    def asks(prompt: Mapping[str, Any] | None) -> bool:
+        console.take({**shown, "prompt": prompt})
+        return console.prompt is not None
+
+    assert asks(here)
+    assert console.prompt is not None
+    console.type(console.prompt, "c")
+    assert not asks(here)  # the runner's answer was on its way
+    assert not asks(None)
+    assert asks(here)  # by a rank that was started again
 
 
 def test_a_stop_before_there_is_a_launch_stops_it(server: ControlServer, tmp_path: Path) -> None:
@@ -66,7 +111,6 @@ def test_a_stop_before_there_is_a_launch_stops_it(server: ControlServer, tmp_pat
     eventually(lambda: server._is_stopped)
     server.control(launch)
     assert launch.asked == ["stop"]
-    link.disconnect()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +127,6 @@ def test_what_a_peer_of_another_version_sends_does_not_end_the_service(
         link = ControlLink(tmp_path)
         link.send({"do": "stop"})
         eventually(lambda: launch.asked == ["stop"], 10.0)
-        link.disconnect()
 
 
 def test_another_user_is_refused(server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +150,5 @@ def test_a_folder_with_a_long_path_has_a_socket(tmp_path: Path) -> None:
     link: Any = ControlLink(folder)
     link.send({"do": "kill"})
     eventually(lambda: launch.asked == ["kill"])
-    link.disconnect()
     server.close()
     assert [*folder.iterdir()] == []
