@@ -72,6 +72,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not _SHARING & {*item.path.parts}, "unit" in item.path.parts))
 
 
+HAS_FAILED = pytest.StashKey[bool]()
+"""Of a test: what it shares with others may be in any state."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show at once what has failed: a run that is cut off prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{time.strftime('%T')} {report.when} of {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
@@ -129,10 +146,12 @@ def _warm() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None, _warm: None) -> Iterator[None]:
-    """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
-    with contextlib.nullcontext() if _is_unit(request) else leaving_nothing():
-        yield
-        sent_data_cache.free()  # it is no leak, and what a test sends must not depend on those before it
+    """Assert that a test leaves no process, descriptor, shared memory or temporary file, unless it fails anyway."""
+    before = None if _is_unit(request) else _Belongings.now()
+    yield
+    sent_data_cache.free()  # it is no leak, and what a test sends must not depend on those before it
+    if before is not None and not request.node.stash[HAS_FAILED]:
+        before.expect_no_more()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +169,7 @@ def _is_unit(request: pytest.FixtureRequest) -> bool:
 def leaving_nothing() -> Iterator[None]:
     before = _Belongings.now()
     yield
-    eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)
+    before.expect_no_more()
 
 
 class _Belongings:
@@ -163,6 +182,9 @@ class _Belongings:
     def now(cls) -> _Belongings:
         processes = {pid for pid in marked_processes() if not _serves_another(pid)}
         return cls(processes, _descriptors(), files())
+
+    def expect_no_more(self) -> None:
+        eventually(lambda: not self.more_than_then(), _LEFT_WITHIN, self.more_than_then)
 
     def more_than_then(self) -> str:
         """What there is now and was not then; empty if nothing."""

@@ -70,7 +70,7 @@ if [ "${1:-}" = --quick ]; then
 elif [ $# -gt 0 ]; then
     check pytest "$@" || status=$?
 else
-    check pytest -n 3 --dist loadfile --no-loadscope-reorder || status=$?
+    check pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail 20 || status=$?
     say "$("$python" -m tests.gpu --look)"
 fi
 wait $types || status=$?

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import eventually
+from tests.conftest import HAS_FAILED, eventually
 from tests.kernel.harness import IMPORT_AHEAD, Kernel, running_kernel
 from tests.kernel.page import Page
 
@@ -17,13 +17,17 @@ _FIRST_LAUNCH = (
 )
 
 
+def _load(kernel: Kernel, first: str) -> None:
+    kernel.run(f"{first}%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
+    kernel.run(_FIRST_LAUNCH).check()
+
+
 @pytest.fixture(scope="package")
 def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One for all files: importing torch in it and in its fork servers takes longer than most of their tests."""
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_STATE_DIR=str(state), CUDA_VISIBLE_DEVICES="") as kernel:
-        kernel.run(f"{IMPORT_AHEAD}%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.run(_FIRST_LAUNCH).check()
+        _load(kernel, IMPORT_AHEAD)
         yield kernel
 
 
@@ -36,9 +40,12 @@ def shared_kernel(_loaded_kernel: Kernel) -> Kernel:
 
 
 @pytest.fixture
-def kernel(shared_kernel: Kernel) -> Kernel:
+def kernel(shared_kernel: Kernel, request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """The shared kernel. That a test leaves no rank behind is asserted for all tests."""
-    return shared_kernel
+    yield shared_kernel
+    if request.node.stash[HAS_FAILED]:
+        shared_kernel.replace()
+        _load(shared_kernel, IMPORT_AHEAD)
 
 
 @pytest.fixture
@@ -50,6 +57,7 @@ def folder(tmp_path: Path, kernel: Kernel) -> Path:
 
 # ------------------------------------------------------------------ with panels
 _CALLBACK = "get_ipython().kernel.shell_stream._recv_callback"
+_NOTE_CALLBACK = f"import builtins; builtins.own_callback = {_CALLBACK}\n"
 _THREADS = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
 _LAUNCHES = "__import__('nblaunch.launch.handle', fromlist=['live_launches']).live_launches()"
 _FREE = "__import__('nblaunch.transfer.parcel', fromlist=['sent_data_cache']).sent_data_cache.free()"
@@ -60,19 +68,21 @@ def panel_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A kernel that shows panels, with the extension loaded and its fork server up."""
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_VIEW="auto", NBLAUNCH_STATE_DIR=str(state)) as kernel:
-        kernel.run(f"import builtins; builtins.own_callback = {_CALLBACK}").check()
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.run(_FIRST_LAUNCH).check()
+        _load(kernel, _NOTE_CALLBACK)
         yield kernel
 
 
 @pytest.fixture
-def page(panel_kernel: Kernel) -> Iterator[Page]:
+def page(panel_kernel: Kernel, request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page in the module's kernel, which has an empty notebook; afterwards no launch of the test runs."""
     pid = panel_kernel.pid
     panel_kernel.run("%reset -f\nfrom nblaunch import notebook_launcher").check()
     page = Page(panel_kernel)
     yield page
+    if request.node.stash[HAS_FAILED]:
+        panel_kernel.replace()
+        _load(panel_kernel, _NOTE_CALLBACK)
+        return
     assert panel_kernel.manager.is_alive()
     assert panel_kernel.pid == pid
     panel_kernel.run(f"for launch in {_LAUNCHES}: launch.kill(); launch.wait()").check()

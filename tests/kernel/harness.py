@@ -138,6 +138,14 @@ class Kernel:
         """SIGKILL, and no other process until `restart`."""
         self.manager.shutdown_kernel(now=True, restart=True)
 
+    def replace(self) -> None:
+        """Start a fresh process, with a client that has seen nothing of the old one."""
+        self.manager.restart_kernel(now=True)
+        self.client.stop_channels()
+        self.client, self.cells = self.manager.blocking_client(), {}
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=LONG)
+
     def restart(self) -> None:
         """As the notebook's button does: SIGKILL, and a fresh process."""
         self.manager.restart_kernel(now=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import eventually
 from tests.kernel.harness import Cell, Kernel
 
 STOPS = """
@@ -272,6 +273,7 @@ def test_a_death_ends_the_debugging(kernel: Kernel, folder: Path, victim: str, s
     note = f"import os\n    if {victim}: (folder / 'pid').write_text(str({victim}))\n    x = torch"
     request = kernel.start_cell(STOPS.replace("x = torch", note, 1) + RUN)
     kernel.wait_for_prompt()
+    eventually(lambda: any(path.read_text() for path in folder.glob("pid")))  # another rank's, perhaps
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
     kernel.finish_cell(request, until=shown)
     kernel.client.input("c")
