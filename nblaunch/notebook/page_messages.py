@@ -214,6 +214,8 @@ class PanelInfo:
     """The node of each rank; none if all are on the notebook's own machine."""
     cell: str = ""
     """The id of the notebook's cell; empty if the page has not said it."""
+    run: str = ""
+    """The name of a detached run, which outlives the kernel; empty for other launches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

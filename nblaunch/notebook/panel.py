@@ -193,6 +193,7 @@ class PanelView(View):
             is_session=known.is_session,
             hosts=known.hosts,
             cell=self._display.cell,
+            run=run_folders.name_in(known.log_dir),
         )
         widget = PanelWidget(info, self._receive)
         with self._lock:

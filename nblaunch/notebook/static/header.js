@@ -116,7 +116,7 @@ export class HeaderView {
     const { state, elapsed, waiting } = this.panel;
     const name = shownState(this.panel);
     const who = name === "waiting" ? `: rank${waiting.length > 1 ? "s" : ""} ${waiting.join(", ")}` : "";
-    setText(this.pill, (STATE_WORDS[name] ?? exitText(this.panel.kernel.gone)) + who);
+    setText(this.pill, (STATE_WORDS[name] ?? exitText(this.panel.kernel.gone, this.panel.info.run)) + who);
     for (const node of [this.pill, this.notice]) setAttribute(node, "data-state", name);
     setText(this.notice, this.#noticeText());
     setText(this.time, state.seconds === null ? clockText(elapsed) : durationText(state.seconds));

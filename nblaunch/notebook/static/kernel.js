@@ -12,8 +12,9 @@ const ASK_INTERRUPT = "use the notebook's Interrupt button";
 const GONE_STATUSES = ["restarting", "autorestarting", "dead", "terminating"];
 export const ACTIVE_STATES = ["starting", "running", "stopping"];
 
-/** Say how a kernel has exited. @param {string} status */
-export const exitText = (status) => (status.endsWith("restarting") ? "Kernel restarted" : "Kernel exited");
+/** Say how a kernel has exited. @param {string} status @param {string} run of the detached run that it showed, if any */
+export const exitText = (status, run) =>
+  `Kernel ${status.endsWith("restarting") ? "restarted" : "exited"}${run && "; the run goes on"}`;
 
 /** @typedef {{now: () => number, set: (act: () => void, ms: number) => any, clear: (timer: any) => void}} Clock */
 /** @type {Clock} */

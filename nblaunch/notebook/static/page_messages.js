@@ -79,7 +79,8 @@
  * @property {boolean} blocking
  * @property {boolean} is_session
  * @property {string[]} hosts
- * @property {string} cell */
+ * @property {string} cell
+ * @property {string} run */
 /** The parts of a panel that have changed; an absent part has not.
  * @typedef {object} Changes
  * @property {StateEntry} [state]

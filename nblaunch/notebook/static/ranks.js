@@ -19,8 +19,9 @@ export class RanksView {
     const { panel } = this;
     this.node.classList.toggle("nbl-many", panel.ranks.size > FEW_RANKS);
     this.node.classList.toggle("nbl-with-use", panel.resources.size > 0);
+    const haveEnded = panel.kernel.gone && !panel.info.run;
     for (const [rank, state] of panel.ranks)
-      this.#update(rank, panel.kernel.gone && ACTIVE_RANKS.includes(state) ? "ended" : state);
+      this.#update(rank, haveEnded && ACTIVE_RANKS.includes(state) ? "ended" : state);
   }
 
   /** @param {number} rank @returns {Cell} */

@@ -94,7 +94,7 @@ export class RecordKeeper {
     if (this.saved || !(kernel.gone || !runs)) return;
     this.saved = true;
     this.#stopRefreshing();
-    if (runs) this.notebook.rewrite((html) => ({ html: ended(html, kernel.gone) }));
+    if (runs) this.notebook.rewrite((html) => ({ html: ended(html, exitText(kernel.gone, this.panel.info.run)) }));
     else if (this.notebook.isBehind)
       kernel.askRecord(); // the kernel's own update has not reached this page
     else if (this.notebook.cells) return;
@@ -183,9 +183,9 @@ export class RecordKeeper {
   }
 }
 
-/** Return the record of a launch whose kernel has exited. @param {string} html of the launch as it ran @param {string} status of the kernel */
-function ended(html, status) {
+/** Return the record of a launch whose kernel has exited. @param {string} html of the launch as it ran @param {string} words */
+function ended(html, words) {
   const style = "padding:1px 9px;border:1px solid rgba(128,128,128,0.45);border-radius:10px;font-size:12px";
-  const pill = `<b style="${style}">■ ${exitText(status)}</b>`;
+  const pill = `<b style="${style}">■ ${words}</b>`;
   return html.replace(`${RUNNING} `, "").replace(/<b style="[^"]*">… Running<.b>( <span[^>]*>)for /, `${pill}$1after `);
 }

@@ -4,7 +4,7 @@ import { OutputStore } from "./output_store.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
-const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "" };
+const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "", run: "" };
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
 /** @typedef {import("./page_messages.js").FromPage} FromPage */

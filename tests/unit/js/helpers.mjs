@@ -73,6 +73,7 @@ export class FakeModel {
         device: "cpu",
         blocking: true,
         is_session: false,
+        run: "",
         ...info,
       },
       sent,

@@ -42,12 +42,12 @@ const shown = (html, rest = {}) => ({
 });
 
 /** A panel that runs, with a keeper, in a notebook with these outputs of the cells c0, c1...; null: it gives no access. */
-function kept(outputs, { sent = 0, cell = "c0" } = {}) {
+function kept(outputs, { sent = 0, cell = "c0", run = "" } = {}) {
   const clock = new FakeClock();
   const kernel = new FakeKernel();
   const cells = outputs?.map((each, at) => ({ id: `c${at}`, outputs: each }));
   const context = outputs && { model: { cells: [{ id: "text" }, ...cells] } };
-  const model = new FakeModel({ info: { cell }, sent, manager: { kernel, context } });
+  const model = new FakeModel({ info: { cell, run }, sent, manager: { kernel, context } });
   const panel = new PanelState(model, clock);
   panel.open();
   const keeper = new RecordKeeper(panel, () => () => {});
@@ -97,12 +97,13 @@ test("at the end it asks for records that the kernel's own update did not reach"
 });
 
 test("a launch whose kernel has exited says so", () => {
-  for (const [status, words] of [
-    ["autorestarting", /■ Kernel restarted<.b> <span>after 3.0 s/],
-    ["dead", /■ Kernel exited<.b> <span>after/],
+  for (const [status, words, run] of [
+    ["autorestarting", /■ Kernel restarted<.b> <span>after 3.0 s/, ""],
+    ["dead", /■ Kernel exited<.b> <span>after/, ""],
+    ["restarting", /■ Kernel restarted; the run goes on<.b> <span>after/, "nightly"],
   ]) {
     const outputs = new FakeOutputs(shown(RUNNING));
-    kept([outputs]).kernel.status(status);
+    kept([outputs], { run }).kernel.status(status);
     assert.match(outputs.htmls[0], words);
     assert.doesNotMatch(outputs.htmls[0], /nblaunch-running|…/);
   }

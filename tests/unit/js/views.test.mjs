@@ -353,6 +353,22 @@ test("the pill says when the page has lost the kernel, or the kernel says nothin
   assert.equal(pill("disconnected"), "Finished");
 });
 
+test("the ranks of a detached run outlive the kernel", (t) => {
+  for (const [run, pill, state] of [
+    ["", "Kernel restarted", "ended"],
+    ["nightly", "Kernel restarted; the run goes on", "starting"],
+  ]) {
+    const kernel = new FakeKernel();
+    const { delta, view } = opened(t, { hosts: [], run }, { kernel });
+    const { host } = view();
+    delta({ state: { name: "running" } });
+    kernel.status("restarting");
+    page.draw();
+    assert.equal(host.one("nbl-pill").textContent, pill);
+    assert.equal(host.one("nbl-rank-state").textContent, state);
+  }
+});
+
 test("the log's path stands once, with its label, and names the file of a rank", (t) => {
   const { delta, view } = opened(t);
   const { host } = view();
