@@ -168,8 +168,8 @@ class Launch(ABC):
 class OwnLaunch(Launch):
     """A launch that a thread of this process supervises.
 
-    `ticket`: its place in the queue of a session's ranks; None: it starts its own. `root`: where its log directories
-    are, if not among those of all launches.
+    `ticket`: its place in the queue of a session's ranks; None: it starts its own. `root`: a detached run's folder, for
+    its log directories; `view` writes its events.
     """
 
     console: DebugConsole
@@ -186,12 +186,11 @@ class OwnLaunch(Launch):
         console = DebugConsole(plan.world_size, shipment.sources)
         name, number = name_of(shipment.payload.function), next(_numbers)
         launch_id = f"{os.getpid()}-{number}-{secrets.token_hex(3)}"
-        begin = partial(_folder_of, launch_id, name, host().notebook())  # without `self`: a result keeps its view
-        events = EventsFile(begin if root is None else lambda info: root)
-        if root is not None:
-            events.open(root)
-        both = Both(ShieldedView(events), ShieldedView(view))
-        super().__init__(name, plan.world_size, launch_id, both, console)
+        shielded: View = ShieldedView(view)
+        if root is None:
+            begin = partial(_folder_of, launch_id, name, host().notebook())  # without `self`: a result keeps its view
+            shielded = Both(ShieldedView(EventsFile(begin)), shielded)
+        super().__init__(name, plan.world_size, launch_id, shielded, console)
         self._plan, self._root = plan, root
         self._parcel, self._sent = shipment.parcel, shipment.sent
         self._engine, self._ticket = engine, ticket

@@ -23,7 +23,7 @@ from nblaunch.launch.handle import OwnLaunch
 from nblaunch.launch.machines import planned, with_usable_method
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.run import Run
-from nblaunch.launch.views import Both, Ended, Note, Outcome, State
+from nblaunch.launch.views import Both, Ended, Note, Outcome, State, View
 from nblaunch.machine import processes
 from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire import launch_files
@@ -64,7 +64,7 @@ def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlS
     events = EventsFile(lambda info: folder)
     events.open(folder)
     try:
-        launch = _prepared(folder, order, parcel, server, events)
+        launch = _prepared(folder, order, parcel, Both(events, server))
         server.control(launch)
         launch.begin()
         launch.outlast()
@@ -79,10 +79,7 @@ def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlS
         _write(folder / ENDING, pickle.dumps(error))
 
 
-def _prepared(
-    folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlServer, events: EventsFile
-) -> HeldLaunch:
-    shown = Both(events, server)
+def _prepared(folder: Path, order: RunOrder, parcel: Sequence[int], shown: View) -> HeldLaunch:
     engine, plan = planned(order.options, shown)
     plan = with_usable_method(plan, engine, shown)
     if order.options.preload:
@@ -91,7 +88,7 @@ def _prepared(
     payload = Payload(stand_in, (), {}, None, Settings(), {})
     received = SimpleNamespace(fds=parcel, close=lambda: None)  # the process ends with the run
     shipment = Shipment(payload, cast("Parcel", received), order.sources, order.sent)
-    return HeldLaunch(plan, shipment, server, engine, None, folder)
+    return HeldLaunch(plan, shipment, shown, engine, None, folder)
 
 
 class HeldLaunch(OwnLaunch):
