@@ -184,7 +184,7 @@ notebook_launcher(train, num_processes=2)
     assert lab.panel.locator(".nbl-failure", has_text="<script>window.hacked").count() == 1
     lab.page.keyboard.press("Control+s")
     path = lab.folder / SHARED
-    eventually(lambda: "failed after" in path.read_text())
+    eventually(lambda: "✗ Failed" in path.read_text(encoding="utf-8"))
     saved = json.loads(path.read_text())
     html = "".join("".join(output.get("data", {}).get("text/html", "")) for output in saved["cells"][1]["outputs"])
     assert "&lt;script&gt;" in html

@@ -596,7 +596,7 @@ def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
 
 
 def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel) -> None:
-    cell = kernel.run("%%distributed\nbefore = rank\nif rank == 1:\n    raise ValueError('no')\ndist.barrier()")
+    cell = kernel.run("%%distributed\nbefore = rank\ndist.barrier()\nif rank: raise ValueError('no')\ndist.barrier()")
     assert cell.error == "ValueError: no"
     assert cell.seconds < 20
     assert on_ranks(kernel, f"{REDUCES} + before") == [2.0, 3.0]
@@ -605,7 +605,7 @@ def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel
 def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None:
     kernel.run("%distributed session regroup").check()
     kernel.run("%%distributed\nown = dist.new_group()").check()
-    assert kernel.run("%%distributed\nt = torch.ones(1)\n1 / 0").error.startswith("ZeroDivisionError")
+    assert kernel.run("%%distributed\nt = torch.ones(1)\ndist.barrier()\n1 / 0").error.startswith("ZeroDivisionError")
     assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
     cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("ZeroDivisionError")
@@ -707,7 +707,9 @@ def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> Non
 
 
 def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
-    noted = kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)").text
+    pids = on_ranks(kernel, "os.getpid()")
+    kills = f"for pid in {pids[::-1]}: os.kill(pid, signal.SIGKILL) if rank == 0 else time.sleep(60)"
+    noted = kernel.run(f"%%distributed\n{kills}").text
     assert "every rank is dead, and all variables are lost. `%distributed session restart` restarts them" in noted
     assert "The other ranks keep theirs" not in noted
     dead = "every rank of session main is dead: `%distributed session restart` restarts them"
