@@ -72,15 +72,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (not _SHARING & {*item.path.parts}, "unit" in item.path.parts))
 
 
-HAS_FAILED = pytest.StashKey[bool]()
-"""Of a test: what it shares with others may be in any state."""
+_FAILED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
+
+
+def has_failed(request: pytest.FixtureRequest) -> bool:
+    """Return True if the test has failed: what it shares with others may be in any state."""
+    return bool(request.node.stash[_FAILED])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -150,7 +154,7 @@ def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None
     before = None if _is_unit(request) else _Belongings.now()
     yield
     sent_data_cache.free()  # it is no leak, and what a test sends must not depend on those before it
-    if before is not None and not request.node.stash[HAS_FAILED]:
+    if before is not None and not has_failed(request):
         before.expect_no_more()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.browser.lab import (
     write_notebook,
     write_settings,
 )
-from tests.conftest import LONG, eventually
+from tests.conftest import LONG, eventually, has_failed
 
 SETUP = "%load_ext nblaunch\nfrom nblaunch import notebook_launcher, progress, report"
 PICTURES = "NBLAUNCH_PICTURES"
@@ -238,7 +238,7 @@ def fresh_lab(
             page.set_viewport_size({"width": size[0], "height": size[1]})
             yield Lab(server, served.app, page, loaded=False)
     finally:
-        server.settle(_has_failed(request))  # the page has gone: it asks for no more of them
+        server.settle(has_failed(request))  # the page has gone: it asks for no more of them
 
 
 @pytest.fixture
@@ -257,8 +257,8 @@ def lab(
     try:
         yield Lab(server, served.app, page, loaded=True)
     finally:
-        _pages.clear(served, failed=_has_failed(request))
-        server.settle(_has_failed(request))  # no document is open: the page asks for no more of them
+        _pages.clear(served, failed=has_failed(request))
+        server.settle(has_failed(request))  # no document is open: the page asks for no more of them
 
 
 @pytest.fixture(scope="package")
@@ -297,23 +297,6 @@ class _Pages:
         """Close all pages."""
         for _, stack, _ in self._opened.values():
             stack.close()
-
-
-_FAILED = pytest.StashKey[bool]()
-
-
-def _has_failed(request: pytest.FixtureRequest) -> bool:
-    """Return True if the test has failed, or did not even begin."""
-    return bool(request.node.stash.get(_FAILED, True))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember whether a test failed: its page is not for another test."""
-    report = yield
-    if report.when == "call":
-        item.stash[_FAILED] = report.failed
-    return report
 
 
 def keep_picture(page: Page, name: str) -> None:

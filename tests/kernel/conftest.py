@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HAS_FAILED, eventually
+from tests.conftest import eventually, has_failed
 from tests.kernel.harness import IMPORT_AHEAD, Kernel, running_kernel
 from tests.kernel.page import Page
 
@@ -43,7 +43,7 @@ def shared_kernel(_loaded_kernel: Kernel) -> Kernel:
 def kernel(shared_kernel: Kernel, request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """The shared kernel. That a test leaves no rank behind is asserted for all tests."""
     yield shared_kernel
-    if request.node.stash[HAS_FAILED]:
+    if has_failed(request):
         shared_kernel.replace()
         _load(shared_kernel, IMPORT_AHEAD)
 
@@ -79,7 +79,7 @@ def page(panel_kernel: Kernel, request: pytest.FixtureRequest) -> Iterator[Page]
     panel_kernel.run("%reset -f\nfrom nblaunch import notebook_launcher").check()
     page = Page(panel_kernel)
     yield page
-    if request.node.stash[HAS_FAILED]:
+    if has_failed(request):
         panel_kernel.replace()
         _load(panel_kernel, _NOTE_CALLBACK)
         return

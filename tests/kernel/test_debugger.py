@@ -209,9 +209,9 @@ def test_ranks_that_run_can_be_looked_at(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("quits", ["q", "\x04"])
 def test_quitting_interrupts_every_rank(kernel: Kernel, quits: str) -> None:
-    body = "dist.barrier()\ntry: breakpoint() if rank else dist.barrier()\nfinally: print('finally', rank)"
+    stops = "try:\n    breakpoint() if rank else dist.barrier()\n    done = 1\nfinally:\n    print('finally', rank)"
     kernel.run("import torch.distributed as dist").check()
-    cell = kernel.debug(f"%%distributed -n 2\n{body}", quits)
+    cell = kernel.debug(f"%%distributed -n 2\ndist.barrier()\n{stops}", quits)
     assert cell.error.startswith("KeyboardInterrupt: Cell In[")
     assert "[rank 0] finally 0" in cell.text
     assert "[rank 1] finally 1" in cell.text
