@@ -56,13 +56,13 @@ def main(words: Sequence[str] | None = None) -> int:
             case "rm":
                 run_folders.remove(given.name)
                 print(f"{given.name}: removed")
-    except NblaunchError as error:
-        print(f"nblaunch: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # of `head`
         sys.stderr.close()
+        return 1
+    except (NblaunchError, OSError) as error:
+        print(f"nblaunch: {error}", file=sys.stderr)
         return 1
     return 0
 

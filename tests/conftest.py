@@ -88,8 +88,8 @@ def has_failed(request: pytest.FixtureRequest) -> bool:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Show at once what has failed: a run that is cut off prints no summary."""
-    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+    """Show at once what has failed in one of several workers: a long run that is cut off prints no summary."""
+    if report.failed and hasattr(report, "node"):
         print(f"\n{time.strftime('%T')} {report.when} of {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import pickle
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from nblaunch.engines import current
 from nblaunch.errors import RankLostError, ResultError, StartError
@@ -86,17 +87,18 @@ class RunOrder:
 def start_run(name: str, shipment: Shipment, order: RunOrder) -> RunFolder:
     """Start the runner of a new run. ArgumentError: the name is in use. StartError: the system refuses."""
     notebook, source = host().notebook(), next(iter(order.sources.values()), Source("", ""))
-    folder = run_folders.create(name)
-    lock = None
+    folder = lock = None
     try:
+        folder = run_folders.create(name)
         lock = launch_files.acquire_lock(folder)  # the runner inherits it: the run always has a holder
         assert lock is not None  # no one looks for it in a folder without facts
-        run_folders.write_facts(
-            folder, name, order.function, notebook, source=source.text, versions=run_folders.versions()
-        )
+        job = os.environ.get("SLURM_JOB_ID", "")
+        facts = {"source": source.text, "versions": run_folders.versions(), "job": job}
+        run_folders.write_facts(folder, name, order.function, notebook, **facts)
         _start_runner(folder, lock, shipment, order)
     except BaseException as error:  # the user's interrupt, too: a runner ends if it cannot tell that it is ready
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise StartError(f"the run {name} could not be started: {error}") from error
         raise
@@ -207,8 +209,8 @@ class AttachedLaunch(Launch):
         console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
         super().__init__(run.function, run.ranks, run.name, shielded, console)
         self._replay = Replay(run, shielded, self.stop)
-        self._asked: tuple[float, Future[dict[int, str]]] = 0.0, Future()
-        """When stacks were asked for last, and their answer."""
+        self._asked: list[tuple[float, Future[dict[int, str]]]] = []
+        """When stacks were asked for, and what waits for them."""
         self._is_loaded = False
         self._input.begin(blocking=False)
         self._view.on(Begun(self, False, self._replay.seconds))
@@ -224,13 +226,13 @@ class AttachedLaunch(Launch):
     def kill(self) -> None:
         self._tell("kill")
 
-    def ask_stacks(self) -> None:
-        self._tell("stacks")
+    def ask_stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> None:
+        self._tell("stacks", timeout=timeout)
 
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
         asked: Future[dict[int, str]] = Future()
-        self._asked = time.time(), asked
-        self._tell("stacks")
+        self._asked.append((time.time(), asked))
+        self.ask_stacks(timeout)
         with contextlib.suppress(TimeoutError):
             return {} if self.done else asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
         return {}
@@ -258,9 +260,9 @@ class AttachedLaunch(Launch):
             return f"running for {self._replay.seconds():.0f} s" if self.world_size else "starting"
         return self._replay.outcome.state if self._replay.outcome is not None else "lost"
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, **arguments: Any) -> None:
         if self._link is not None:
-            self._link.send({"do": what})
+            self._link.send({"do": what, **arguments})
 
     # -------------------------------------------------------------- in the thread
     def _follow(self) -> None:
@@ -273,8 +275,7 @@ class AttachedLaunch(Launch):
             if self._link is not None:
                 self._link.console.end()
             self._finished.set()
-            if not self._asked[1].done():
-                self._asked[1].set_result({})
+            self._answer(math.inf, {})
             self.console.on_step()
             host().forget_thread()
 
@@ -286,15 +287,21 @@ class AttachedLaunch(Launch):
                 if not self.world_size and self._link is not None:
                     self._view.on(Note(self._fate()))
                 self.world_size = event.info.world_size
-            elif isinstance(event, StacksShown) and at >= self._asked[0] and not self._asked[1].done():
-                self._asked[1].set_result(dict(event.texts))
+            elif isinstance(event, StacksShown):
+                self._answer(at, event.texts)
         self.console.on_step()
         if is_over and self._replay.outcome is None:
             self._lose()
         return self._replay.outcome is not None
 
+    def _answer(self, at: float, stacks: Mapping[int, str]) -> None:
+        """Give stacks of this time to all who had asked before."""
+        for asked in [asked for asked in self._asked if asked[0] <= at]:
+            self._asked.remove(asked)
+            asked[1].set_result(dict(stacks))
+
     def _fate(self) -> str:
-        job = os.environ.get("SLURM_JOB_ID")
+        job = run_folders.facts_of(self._run.path).get("job")
         until = f"Slurm job {job} ends" if job else "this container or machine stops"
         return (
             f"this run goes on without the kernel until {until}. nblaunch.attach({self.id!r}) shows it in any notebook"
@@ -317,10 +324,10 @@ class AttachedLaunch(Launch):
         """Load what the ranks have returned, or the error, from the folder."""
         folder = self._run.path
         try:
-            found = _ending_in(folder)
+            directory, found = _ending_in(folder)
             if found is None:  # written after the last event, if the ranks did not start
                 run_folders.wait_for_end(folder, _END_TIMEOUT_S)
-                found = _ending_in(folder)
+                directory, found = _ending_in(folder)
         except Exception as trouble:  # unpickling code of another version may raise anything
             made, here = run_folders.facts_of(folder).get("versions"), run_folders.versions()
             said = f"cannot be loaded with {_listed(here)}; it was written with {_listed(made or {})}"
@@ -332,7 +339,12 @@ class AttachedLaunch(Launch):
         if isinstance(found, BaseException):
             self._error = found
             return
-        self._returned, error = found.load(parcels_in(found.account.files.directory))
+        parcels = parcels_in(directory)  # not where it was written: a volume may be mounted elsewhere now
+        if found.verdict.state == "finished" and len(parcels) < found.world_size:
+            for fd in itertools.chain(*parcels.values()):
+                os.close(fd)
+            raise ResultError(f"the run {self._run.name} lacks results: files were removed from {directory}")
+        self._returned, error = found.load(parcels)
         self._error, self._crash = error if (raised := found.error()) is None else raised, found.crash
         if self._error is None:
             self._result = found.result(self._returned, self._replay.reports, self._view.record_html)
@@ -358,11 +370,12 @@ def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(map(" ".join, versions.items())) or "unknown versions"
 
 
-def _ending_in(folder: Path) -> Ending | BaseException | None:
+def _ending_in(folder: Path) -> tuple[Path, Ending | BaseException | None]:
+    """Return how a run has ended, and the directory that holds its results."""
     for directory in (folder, *sorted(folder.glob("*Z-*"), reverse=True)):
         with contextlib.suppress(FileNotFoundError):
-            return cast("Ending | BaseException", pickle.loads((directory / ENDING).read_bytes()))
-    return None
+            return directory, pickle.loads((directory / ENDING).read_bytes())
+    return folder, None
 
 
 # ------------------------------------------------------------------ results in files

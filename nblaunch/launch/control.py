@@ -1,8 +1,8 @@
 """The socket of a detached run: its runner serves it, and the kernels that attach ask.
 
-A connection is one request and one answer, a line of JSON each. A request is what to ``do`` (stop, kill, stacks, look,
-type) with its arguments, or nothing; the answer is the usage of the ranks and what the run's debug console shows.
-Everything else is in the run's folder.
+A connection is one request, a line of JSON: what to ``do`` (stop, kill, stacks, look, type) with its arguments, or how
+much of the debug console was ``seen``. The latter has an answer: what is new there, and the usage of the ranks. All
+else is in the run's folder.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _MAX_PATH_BYTES = 100
 """Of a socket; the system's limit is 103 or 107."""
 _PEER_TIMEOUT_S = 2.0
 _POLL_S = 0.1
-_MAX_TEXT = 8 << 10
-"""Of the console, for a process that attaches while a rank waits there."""
+_MAX_TEXT = 1 << 20
+"""Characters of the console that are kept for those who attach, or are slow."""
+_MAX_TEXT_BEFORE = 8 << 10
+"""Of those, for a process that attaches while a rank waits there."""
 
 
 @contextlib.contextmanager
@@ -78,8 +80,8 @@ class ControlServer(View):
         self._launch: Controls | None = None
         self._is_stopped = False
         """Before there was a launch."""
-        self._text, self._shown = "", 0
-        """What the console has shown since a line was typed, and how many characters in all."""
+        self._text, self._shown, self._typed_at = "", 0, 0
+        """What the console has shown last, and how many characters in all, and before the last line was typed."""
         self._meter: UsageMeter | None = None
         self._usages: list[dict[str, Any]] = []
         self._measure_at = 0.0
@@ -120,7 +122,7 @@ class ControlServer(View):
 
     def _serve(self) -> None:
         while not self._is_over.is_set():
-            if not self._path.parent.exists():  # removed by hand: no one could stop the run, or see its end
+            if self._is_removed():  # by hand: no one could stop the run, or see its end
                 self.stop()
             try:
                 connection, _ = self._listener.accept()
@@ -133,6 +135,13 @@ class ControlServer(View):
         if self._meter is not None:
             self._meter.close()
 
+    def _is_removed(self) -> bool:
+        try:
+            os.stat(self._path.parent)
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)  # else the file system gives no answer now
+        return False
+
     def _answer(self, connection: socket.socket) -> None:
         credentials = getattr(socket, "SO_PEERCRED", None)
         if credentials is not None:
@@ -143,7 +152,9 @@ class ControlServer(View):
         with connection.makefile("rw") as stream:
             request = json.loads(stream.readline())
             self._obey(request)
-            stream.write(json.dumps({"usage": self._usage(), "console": self._console(request.get("seen", 0))}) + "\n")
+            if "seen" in request:
+                answer = {"usage": self._usage(), "console": self._console(request["seen"])}
+                stream.write(json.dumps(answer) + "\n")
 
     def _obey(self, request: Mapping[str, Any]) -> None:
         launch, what = self._launch, request.get("do")
@@ -154,13 +165,13 @@ class ControlServer(View):
         if what == "kill":
             launch.kill()
         elif what == "stacks":
-            launch.ask_stacks()
+            launch.ask_stacks(float(request["timeout"]))
         elif what == "look":
             launch.console.look(int(request["rank"]))
         elif what == "type":
             prompt = launch.console.prompt
             if prompt is not None and dataclasses.asdict(prompt.asked) == request["asked"]:  # else it is answered
-                self._text = ""
+                self._typed_at = self._shown
                 launch.console.type(prompt, request["line"])
 
     def _usage(self) -> list[dict[str, Any]]:
@@ -172,38 +183,40 @@ class ControlServer(View):
             self._usages = [dataclasses.asdict(usage) for usage in usages]
         return self._usages
 
-    def _console(self, seen: int) -> dict[str, Any] | None:
-        """Return what the console shows, and its text after the first `seen` characters."""
+    def _console(self, seen: int | None) -> dict[str, Any] | None:
+        """Return what the console shows, and its text after `seen` characters; None: since a line was typed."""
         if self._launch is None:
             return None
         console = self._launch.console
         prompt, text = console.prompt, console.take_text()  # in this order: the text before it is then shown first
         self._shown += len(text)
         self._text = (self._text + text)[-_MAX_TEXT:]
+        since = max(self._typed_at, self._shown - _MAX_TEXT_BEFORE) if seen is None else seen
         return {
             "prompt": None if prompt is None else {"text": prompt.text, "asked": dataclasses.asdict(prompt.asked)},
             "is_open": console.is_open,
             "has_examined": console.has_examined,
-            "stopped": [*console.stopped],
             "states": [*console.states],
-            "text": self._text[max(0, len(self._text) - (self._shown - seen)) :],
+            "text": self._text[max(0, len(self._text) - (self._shown - since)) :],
             "shown": self._shown,
         }
 
 
 # ------------------------------------------------------------------ in a kernel that has attached
 class ControlLink:
-    """Asks the runner of a run. OSError at the begin: the runner cannot be reached."""
+    """Asks the runner of a run. OSError at the begin: it cannot be reached."""
 
     def __init__(self, folder: Path) -> None:
         self.usages: list[Usage] = []
         """What the ranks used last."""
         self.console = RemoteConsole(self.send)
         self._folder = folder
-        self._seen = 0
-        self._ask({})
+        self._seen: int | None = None
+        with contextlib.suppress(TimeoutError):  # it is there, and busy
+            self._ask({"seen": None})
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, Any]) -> str:
+        """Return the answer; empty if there is none."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_PEER_TIMEOUT_S)
             with _address(self._folder) as address:
@@ -211,10 +224,7 @@ class ControlLink:
             with connection.makefile("rw") as stream:
                 stream.write(json.dumps(request) + "\n")
                 stream.flush()
-                answer = stream.readline()
-        if not answer.endswith("\n"):
-            raise ConnectionError("the runner has given no answer")
-        return json.loads(answer)  # type: ignore[no-any-return]
+                return stream.readline() if "seen" in request else ""
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Ask for something; the folder or the next `poll` tells what came of it."""
@@ -224,14 +234,16 @@ class ControlLink:
     def poll(self) -> bool:
         """Ask for what is new. Return False if there is no answer."""
         try:
-            answer = self._ask({"seen": self._seen})
+            said = self._ask({"seen": self._seen})
         except OSError:
             return False
-        self.usages = [Usage(**usage) for usage in answer["usage"]]
-        if answer["console"] is not None:
-            self._seen = answer["console"]["shown"]
-            self.console.take(answer["console"])
-        return True
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a runner of another version
+            answer = json.loads(said)
+            self.usages = [Usage(**usage) for usage in answer["usage"]]
+            if answer["console"] is not None:
+                self._seen = answer["console"]["shown"]
+                self.console.take(answer["console"])
+        return bool(said)
 
     def sampler(self, device: str, env: Mapping[str, str]) -> ControlLink:
         return self

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -320,7 +319,7 @@ class DebugConsole:
         return front[-1].asked
 
     def wait(self, seconds: float) -> None:
-        with suppress(queue.Empty):
+        with contextlib.suppress(queue.Empty):
             self._news.get(timeout=seconds)
 
     # -------------------------------------------------------------- the user
@@ -401,7 +400,6 @@ class RemoteConsole:
         self.on_step: Callable[[], None] = lambda: None
         self.prompt: Prompt | None = None
         self.is_open = self.has_examined = False
-        self.stopped: Sequence[int] = ()
         self.states: Sequence[str] = ()
         self._send = send
         self._answered: Asked | None = None
@@ -419,7 +417,7 @@ class RemoteConsole:
         elif self.prompt is None or self.prompt.asked != asked:
             self.prompt = Prompt(asked, shown["prompt"]["text"])
         self.is_open, self.has_examined = shown["is_open"], shown["has_examined"]
-        self.stopped, self.states = shown["stopped"], shown["states"]
+        self.states = shown["states"]
         if self._news.empty():
             self._news.put(None)
 
@@ -444,7 +442,7 @@ class RemoteConsole:
     def end(self) -> None:
         """Ask nothing any more: the run has ended."""
         self.prompt, self.is_open = None, False
-        self.stopped = self.states = ()
+        self.states = ()
 
 
 Console: TypeAlias = "DebugConsole | RemoteConsole"

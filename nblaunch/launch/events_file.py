@@ -151,16 +151,17 @@ class EventsReader:
 
 
 def ends_of(folder: Path, most: int = 64 << 10) -> list[tuple[float, Event]]:
-    """Return the first and the last events of a folder, from at most so many bytes at each end of a long file."""
+    """Return the first and the last events of a folder: of a long file, those in so many bytes at each end."""
     try:
         fd = os.open(folder / EVENTS, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
     try:
         size = os.fstat(fd).st_size
-        data = os.pread(fd, most, 0)
-        if size > most:
-            data += b"\n" + os.pread(fd, most, max(most, size - most))
+        if size <= 2 * most:
+            data = os.pread(fd, 2 * most, 0)
+        else:
+            data = os.pread(fd, most, 0) + b"\n" + os.pread(fd, most, size - most)
     finally:
         os.close(fd)
     return [found for line in data.splitlines(keepends=True) if (found := from_line(line)) is not None]

@@ -134,7 +134,7 @@ class Launch(ABC):
         """Kill the ranks and return at once."""
 
     @abstractmethod
-    def ask_stacks(self) -> None:
+    def ask_stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> None:
         """Show the ranks' stacks in the launch's view. Return at once."""
 
     @abstractmethod
@@ -241,12 +241,12 @@ class OwnLaunch(Launch):
     def kill(self) -> None:
         self._commands.ask(kill=True)
 
-    def ask_stacks(self) -> None:
+    def ask_stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> None:
         def show(asked: concurrent.futures.Future[dict[int, str]]) -> None:
             if stacks := asked.result():  # else the launch has ended
                 self._view.on(StacksShown(stacks))
 
-        self._commands.want_stacks(timeouts.STACKS_TIMEOUT_S).add_done_callback(show)
+        self._commands.want_stacks(timeout).add_done_callback(show)
 
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
         asked = self._commands.want_stacks(timeout)

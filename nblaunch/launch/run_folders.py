@@ -48,7 +48,7 @@ def boot_id() -> str:
 
 def write_facts(folder: Path, launch_id: str, function: str, notebook: str, **more: Any) -> None:
     """Write what does not change about a launch."""
-    facts = {"id": launch_id, "function": function, "notebook": notebook, "began": time.time(), "pid": os.getpid()}
+    facts = {"id": launch_id, "function": function, "notebook": notebook, "began": time.time()}
     facts |= {"host": socket.gethostname(), "boot": boot_id(), **more}
     (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 

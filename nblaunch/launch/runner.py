@@ -21,8 +21,10 @@ from nblaunch.launch.ending import Ending
 from nblaunch.launch.events_file import EventsFile
 from nblaunch.launch.handle import OwnLaunch
 from nblaunch.launch.machines import planned, with_usable_method
+from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.run import Run
+from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views import Both, Ended, Note, Outcome, State, View
 from nblaunch.machine import processes
 from nblaunch.transfer.parcel import Parcel
@@ -63,19 +65,20 @@ def main(folder: str, ready: int, lock: int, orders: int, *parcel: int) -> None:
 def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlServer) -> None:
     events = EventsFile(lambda info: folder)
     events.open(folder)
+    told: BaseException | None = None
     try:
         launch = _prepared(folder, order, parcel, Both(events, server))
         server.control(launch)
         launch.begin()
         launch.outlast()
-        error = launch.failure
+        error, told = launch.failure, launch.told
     except Exception as refused:  # noqa: BLE001  # the folder tells it
         if not isinstance(refused, NblaunchError):
             _log.exception("the run could not be held")
         error = refused
         state: State = "stopped" if isinstance(refused, LaunchStoppedError) else "failed"
         events.on(Ended(Outcome(state, 0.0, str(refused))))
-    if error is not None and not any(folder.rglob(ENDING)):
+    if error is not None and error is not told:
         _write(folder / ENDING, pickle.dumps(error))
 
 
@@ -94,6 +97,18 @@ def _prepared(folder: Path, order: RunOrder, parcel: Sequence[int], shown: View)
 class HeldLaunch(OwnLaunch):
     """A launch that leaves its end in its folder, for the processes that attach."""
 
+    told: BaseException | None = None
+    """The error of the last attempt that has left its end."""
+    _has_left_end = _waits_for_room = _has_given_up = False
+
+    def stop(self) -> None:
+        super().stop()
+        self._has_given_up = self._waits_for_room
+
+    def kill(self) -> None:
+        super().kill()
+        self._has_given_up = self._waits_for_room
+
     @property
     def failure(self) -> BaseException | None:
         return self._error
@@ -106,22 +121,30 @@ class HeldLaunch(OwnLaunch):
         """Wait for the end in the main thread, which handles signals, and has no user."""
         self._finished.wait()
 
+    def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
+        error = super()._conclude(verdict, run, files)
+        if self._has_left_end:
+            self.told = error
+        return error
+
     def _take(self, ending: Ending, run: Run) -> BaseException | None:
         """Write the end to files. While there is no room, keep it, and try again until the user stops the run."""
-        noted, was_stopped = False, self._commands.stop
+        self._has_left_end = False
         while True:
             try:
                 self._store(ending, run)
+                self._has_left_end = True
                 return None
             except OSError as error:
                 directory = ending.account.files.directory
                 said = f"the results cannot be written to {directory}: {error}"
                 has_room = error.errno not in processes.NO_ROOM
-                is_given_up = self._commands.kill or (self._commands.stop and not was_stopped)
-                if has_room or is_given_up or not directory.is_dir():  # or it would wait for ever
+                if has_room or self._has_given_up or not directory.is_dir():  # or it would wait for ever
+                    for partial in directory.glob("rank*.result.*"):
+                        partial.unlink(missing_ok=True)  # there must be room to say so
                     return StartError(said)
-                if not noted:
-                    noted = True
+                if not self._waits_for_room:
+                    self._waits_for_room = True
                     advice = "The run keeps them, and tries again: free some space there, or stop the run"
                     self._view.on(Note(f"{said}. {advice}"))
             threading.Event().wait(_STORE_RETRY_S)

@@ -37,7 +37,7 @@ class Controls(Protocol):
 
     def kill(self) -> None: ...
 
-    def ask_stacks(self) -> None:
+    def ask_stacks(self, timeout: float = ...) -> None:
         """Request a `StacksShown` event with the stacks of all live ranks."""
 
     @property

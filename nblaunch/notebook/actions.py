@@ -357,7 +357,7 @@ def _who(shell: Any, name: str | None = None) -> str:
 @command("debug", _NAME, argument("--rank", type=int, help="the rank to debug; default: the first that failed"))
 def _debug(shell: Any, name: str | None = None, rank: int | None = None) -> str:
     """Debug a background launch that waits in the debugger, else the last error in a session."""
-    waiting = [each for each in (*live_launches(), *attached()) if each.console.stopped]
+    waiting = [each for each in (*live_launches(), *attached()) if each.console.states]
     if waiting and name is None and rank is None:
         waiting[0].wait()
         return ""

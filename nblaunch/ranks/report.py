@@ -55,6 +55,8 @@ class Context:
 _current: Context | None = None
 _is_torn = False
 """True if the last record was written in part."""
+_reported: tuple[int | None, dict[str, float]] = None, {}
+"""The last step of a report, and the metrics of all its reports."""
 
 
 def current() -> Context | None:
@@ -62,8 +64,8 @@ def current() -> Context | None:
 
 
 def enter(context: Context | None) -> None:
-    global _current
-    _current = context
+    global _current, _reported
+    _current, _reported = context, (None, {})
     _bars.clear()
 
 
@@ -91,6 +93,8 @@ def report(
         raise TypeError(f"report({{{unnamed[0]!r:.80}: ...}}): metric names must be strings")
     values = {name: _number(name, value) for name, value in given.items()}
     at = None if step is None else _step(step)
+    global _reported
+    _reported = at, {**_reported[1], **values} if at == _reported[0] else values
     spool({"time": time.time(), "step": at, "metrics": values})
 
 
@@ -111,8 +115,10 @@ def mark_best(metric: str, step: int, value: SupportsFloat | None = None) -> Non
         return
     if not isinstance(metric, str):
         raise TypeError(f"mark_best(metric={metric!r:.80}): expected the name of a metric, such as 'valid_loss'")
-    known = None if value is None else _number("value", value, "mark_best")
-    spool({"time": time.time(), "best": metric, "step": _step(step, "mark_best"), "value": known})
+    at, (last, values) = _step(step, "mark_best"), _reported
+    default = values.get(metric) if at == last else None  # of an earlier step: the reader knows it
+    known = default if value is None else _number("value", value, "mark_best")
+    spool({"time": time.time(), "best": metric, "step": at, "value": known})
 
 
 class Progress:

@@ -102,7 +102,9 @@ def stop_at_a_breakpoint(rank: int) -> int:
     return x + 1
 
 
-def return_ones(folder: Path, rank: int) -> torch.Tensor:
+def return_ones(folder: Path, rank: int, attempt: int = 0) -> torch.Tensor:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != str(attempt):
+        raise ValueError("too early")
     (folder / f"begun{rank}").touch()
     eventually((folder / "enough").exists)
     return torch.ones(NUMBERS)
@@ -315,6 +317,12 @@ def test_a_restarted_run_has_the_charts_of_both_attempts() -> None:
     assert all(f"loss_of_attempt_{attempt}" in record for attempt in range(2))
     assert len([*told.path.glob("*Z-*/rank0.out")]) == 2
 
+    told.path.rename(run_folders.folder_of("moved"))
+    assert [*attach("moved").result()] == ["attempt 1"] * 2
+    next(run_folders.folder_of("moved").rglob("rank1.result.*")).unlink()
+    with pytest.raises(ResultError, match=r"^the run moved lacks results: files were removed from .*run-moved/"):
+        attach("moved").result()
+
 
 def test_a_run_without_a_name_has_a_name_and_a_timeout_ends_it() -> None:
     run = start(wait_forever, True, timeout=0.5)
@@ -366,14 +374,19 @@ def test_results_are_kept_while_they_cannot_be_written(tmp_path: Path) -> None:
     assert all(torch.equal(result[rank], torch.ones(NUMBERS)) for rank in range(2))
     assert run_folders.find_run("full").state == "finished"
 
-    again = start(return_ones, "full2", tmp_path)
-    eventually(lambda: run_folders.find_run("full2").state == "running")
+    (tmp_path / "enough").unlink()
+    (tmp_path / "begun1").unlink()
+    again = start(return_ones, "full2", tmp_path, kwargs={"attempt": 1}, max_restarts=1)
+    eventually(lambda: (tmp_path / "begun1").exists())
     resource.prlimit(runner_of("full2"), resource.RLIMIT_FSIZE, (1 << 20, hard))
+    (tmp_path / "enough").touch()
     events = run_folders.folder_of("full2") / "events.jsonl"
     eventually(lambda: "or stop the run" in events.read_text())
     again.stop()
-    with pytest.raises(StartError, match=r"^the results cannot be written to .*File too large"):
-        again.result()
+    for each in (again, attach("full2")):
+        with pytest.raises(StartError, match=r"^the results cannot be written to .*File too large"):
+            each.result()
+    assert not [*events.parent.rglob("*.result.*")]
 
 
 def test_a_run_whose_folder_is_removed_ends() -> None:

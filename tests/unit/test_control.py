@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,8 @@ class FakeLaunch:
     def kill(self) -> None:
         self.asked.append("kill")
 
-    def ask_stacks(self) -> None:
-        self.asked.append("stacks")
-
-
-def was_asked(launch: FakeLaunch, last: str) -> bool:
-    return launch.asked[-1:] == [last]
+    def ask_stacks(self, timeout: float = 0.0) -> None:
+        self.asked.append(f"stacks in {timeout} s")
 
 
 @pytest.fixture
@@ -54,11 +51,10 @@ def server(tmp_path: Path) -> Iterator[ControlServer]:
 def test_several_processes_control_a_launch(server: ControlServer, tmp_path: Path) -> None:
     launch, links = FakeLaunch(), [ControlLink(tmp_path), ControlLink(tmp_path)]
     server.control(launch)
-    for asked, link in zip(("stacks", "stop", "kill"), (*links, links[0]), strict=True):
-        link.send({"do": asked})
-        eventually(partial(was_asked, launch, asked))
-    links[1].send({"do": "stop"})
-    eventually(lambda: launch.asked == ["stacks", "stop", "kill", "stop"])
+    for request, link in (({"do": "stacks", "timeout": 7.0}, links[0]), ({"do": "stop"}, links[1])):
+        link.send(request)
+    links[0].send({"do": "kill"})
+    eventually(lambda: launch.asked == ["stacks in 7.0 s", "stop", "kill"])
 
 
 def test_two_processes_see_a_console_and_one_line_answers_its_prompt(server: ControlServer, tmp_path: Path) -> None:
@@ -71,12 +67,13 @@ def test_two_processes_see_a_console_and_one_line_answers_its_prompt(server: Con
         assert link.poll()
         text = link.console.take_text()
         assert other in text if other else text == ""
-        assert link.console.stopped == [0]
+        assert len(link.console.states) == 1
     prompt, stale = first.console.prompt, second.console.prompt
     assert prompt is not None
     assert stale is not None
     first.console.type(prompt, "n")
     second.console.type(stale, "c")
+    assert second.poll()
     assert [typed.line for _, typed in ranks.console.outgoing() if isinstance(typed, Typed)] == ["n"]
     ranks.prints(0, "-> y = 2\n")
     ranks.asks(0)
@@ -86,6 +83,52 @@ def test_two_processes_see_a_console_and_one_line_answers_its_prompt(server: Con
         assert "-> y = 2" in text
         assert "-> x = 1" not in text
         assert link.console.prompt not in (None, prompt, stale)
+
+
+def test_a_long_text_reaches_who_has_seen_its_begin(server: ControlServer, tmp_path: Path) -> None:
+    ranks, launch, text = Ranks(), FakeLaunch(), "x" * 20_000
+    launch.console = ranks.console
+    server.control(launch)
+    links = [ControlLink(tmp_path), ControlLink(tmp_path)]
+    ranks.stops(0, "")
+    assert [link.poll() for link in links] == [True, True]
+    ranks.prints(0, text)
+    links[0].poll()
+    assert text in links[0].console.take_text()
+    prompt = links[0].console.prompt
+    assert prompt is not None
+    links[0].console.type(prompt, "n")  # the other has not seen the text yet
+    late = ControlLink(tmp_path)
+    for link in (links[1], late):
+        link.poll()
+    assert text in links[1].console.take_text()
+    assert late.console.take_text() == ""
+
+
+def test_a_file_system_that_gives_no_answer_ends_nothing(
+    server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, asked = FakeLaunch(), threading.Event()
+    server.control(launch)
+
+    def stale(path: Any) -> None:
+        asked.set()
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert asked.wait(10.0)
+    monkeypatch.undo()
+    assert ControlLink(tmp_path).poll()
+    assert launch.asked == []
+
+
+def test_a_runner_of_another_version_has_not_ended(
+    server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = ControlLink(tmp_path)
+    monkeypatch.setattr(server, "_usage", lambda: [{"of_another": "version"}])
+    assert link.poll()
+    assert link.usages == []
 
 
 def test_a_prompt_that_is_answered_is_not_asked_again() -> None:

@@ -202,3 +202,6 @@ def test_the_ends_of_a_long_file_are_read_alone(tmp_path: Path) -> None:
     assert 4 <= len(texts) <= 10
     assert texts == sorted(texts, key=lambda text: int(text[5:]))
     assert ends_of(tmp_path / "nowhere") == []
+    size = (tmp_path / EVENTS).stat().st_size
+    for most in range(size // 2, size // 2 + 100):  # no line is torn where both ends meet
+        assert len(ends_of(tmp_path, most)) >= 99
