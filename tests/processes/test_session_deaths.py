@@ -306,8 +306,9 @@ def test_a_rank_that_is_left_works_alone(bereaved: Session) -> None:
 
 def test_several_dead_ranks_are_named_together() -> None:
     with nblaunch.session(3) as made:
+        _, *victims = made.run(os.getpid, view="none")
         with pytest.raises(RankDiedError):
-            made.run(lambda rank: os.kill(os.getpid(), signal.SIGKILL if rank else 0), view="none")
+            made.run(lambda rank: time.sleep(60) if rank else [os.kill(pid, 9) for pid in victims], view="none")
         eventually(lambda: made.status().count("dead") == 2)
         with pytest.raises(RankError, match=r"ranks 1, 2 are dead.* restart --rank 1 --rank 2` restarts them"):
             made.run(needs_group, "torch", view="none", timeout=60)
