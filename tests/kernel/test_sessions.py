@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.launch.output.terminal_lines import without_colours
-from tests.conftest import command_of, eventually, leaving_nothing, marked_processes
+from tests.conftest import command_of, eventually, has_failed, leaving_nothing, marked_processes
 from tests.kernel.harness import Cell, Kernel
 from tests.processes.test_deaths import alive
 
@@ -29,8 +29,11 @@ REDUCES = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> None:
+def _nothing_left(kernel: Kernel, request: pytest.FixtureRequest) -> Iterator[None]:
     """Check nothing after a test, as it may restart ranks of the session; `kernel` checks the whole file."""
+    yield
+    if has_failed(request):
+        kernel.interrupt()  # or its cell may keep all others waiting
 
 
 @pytest.fixture(scope="module")
