@@ -11,7 +11,8 @@ from pathlib import Path
 
 from nblaunch.errors import ArgumentError, NblaunchError
 from nblaunch.launch import run_folders
-from nblaunch.launch.attached import AttachedLaunch, attach
+from nblaunch.launch.attached import AttachedLaunch
+from nblaunch.launch.frontend import host
 from nblaunch.launch.run_folders import RunFolder
 from nblaunch.launch.views import NullView
 from nblaunch.machine.arguments import ranks_in_words
@@ -33,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=about, description=about)
         if name != "runs":
-            command.add_argument("name", metavar="NAME", help="the name of the run")
+            other = ", the id of a launch, or the name of a function" * (name == "logs")
+            command.add_argument("name", metavar="NAME", help=f"the name of the run{other}")
         if name == "logs":
             command.add_argument("--rank", type=int, metavar="N", help="only this rank; default: all")
             command.add_argument("--follow", action="store_true", help="go on printing until the run ends")
@@ -68,12 +70,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _attach(name: str) -> int:
-    launch = attach(name)
+    launch = AttachedLaunch(run_folders.find_run(name), host().view("auto"))
     try:
         launch.wait()
     except KeyboardInterrupt:
         print(f"\nthe run {name} goes on", flush=True)
         os._exit(0)  # the thread that shows the run may be writing, which would abort a regular exit
+    if launch.outcome is not None and launch.outcome.failure is not None:
+        print(launch.outcome.failure.traceback.rstrip())
     run = run_folders.find_run(name)
     print(f"{name}: {run.state}{f': {run.message}' * bool(run.message)}")
     return 0 if run.state == "finished" else 1

@@ -59,8 +59,6 @@ from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Source
 
 ENDING = "ending.pickle"
-_END_TIMEOUT_S = 10.0
-"""For a runner to exit after the last event."""
 _MAIN = (
     "import json, os, sys; os.fork() and os._exit(0); folder, path, *fds = json.loads(sys.argv[1]); "
     "sys.path[:] = path; from nblaunch.launch.runner import main; main(folder, *fds)"
@@ -185,7 +183,8 @@ class Replay:
         if isinstance(event, Started):
             if self._output is None and self._at is not None:  # the first attempt
                 self._began = self._at
-            info = replace(event.info, launch_id=self._id)
+            directory = self._run.path / event.info.log_dir.name if self._run.is_detached else self._run.path
+            info = replace(event.info, launch_id=self._id, log_dir=directory)  # it may have been moved
             ranks = [current.files_of(rank, info.log_dir) for rank in range(info.world_size)]
             self._output = OutputFollower(ranks, (), self._view, lists_reports=False)
             self._printed.clear()
@@ -219,6 +218,11 @@ class AttachedLaunch(Launch):
         thread.start()
         if self._link is None:
             thread.join()  # `done` is right at once
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run has ended, once that is shown."""
+        return self._replay.outcome
 
     def stop(self) -> None:
         self._tell("stop")
@@ -302,10 +306,8 @@ class AttachedLaunch(Launch):
 
     def _fate(self) -> str:
         job = run_folders.facts_of(self._run.path).get("job")
-        until = f"Slurm job {job} ends" if job else "this container or machine stops"
-        return (
-            f"this run goes on without the kernel until {until}. nblaunch.attach({self.id!r}) shows it in any notebook"
-        )
+        until = f"Slurm job {job} ends" if job else "its container or machine stops"
+        return f"this run needs no kernel, but ends when {until}. nblaunch.attach({self.id!r}) shows it in any notebook"
 
     def _has_ended(self) -> bool:
         now = run_folders.read(self._run.path)
@@ -314,7 +316,8 @@ class AttachedLaunch(Launch):
     def _lose(self) -> None:
         """Show that the run is lost: its runner has died, and left no end."""
         now = run_folders.read(self._run.path)
-        lost = now.lost if now is not None else Outcome("failed", 0.0, "lost: its folder was removed")
+        removed = Outcome("failed", self._replay.seconds(), "lost: its folder was removed")
+        lost = now.lost if now is not None else removed
         self._error = RankLostError(f"the run {self._run.name} is {lost.message}. Logs: {self._run.path}")
         self._is_loaded = True
         self._replay.end(lost)
@@ -325,21 +328,20 @@ class AttachedLaunch(Launch):
         folder = self._run.path
         try:
             directory, found = _ending_in(folder)
-            if found is None:  # written after the last event, if the ranks did not start
-                run_folders.wait_for_end(folder, _END_TIMEOUT_S)
-                directory, found = _ending_in(folder)
         except Exception as trouble:  # unpickling code of another version may raise anything
             made, here = run_folders.facts_of(folder).get("versions"), run_folders.versions()
             said = f"cannot be loaded with {_listed(here)}; it was written with {_listed(made or {})}"
             raise ResultError(f"the result of the run {self._run.name} {said}") from trouble
         if found is None:
             outcome = self._replay.outcome
-            self._error = StartError(outcome.message if outcome is not None else "the run has left no result")
+            missing = f"the run {self._run.name} has left no result in {folder}: was it moved or removed?"
+            self._error = StartError((outcome.message if outcome is not None else "") or missing)
             return
         if isinstance(found, BaseException):
             self._error = found
             return
-        parcels = parcels_in(directory)  # not where it was written: a volume may be mounted elsewhere now
+        found = found.moved_to(directory)
+        parcels = parcels_in(directory)
         if found.verdict.state == "finished" and len(parcels) < found.world_size:
             for fd in itertools.chain(*parcels.values()):
                 os.close(fd)

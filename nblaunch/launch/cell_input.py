@@ -52,6 +52,8 @@ class CellInput:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if threading.current_thread() is not threading.main_thread():
             return host().wait(over, timeout)
+        if not host().can_type():  # a run may ask: to answer with the end of the input would end it
+            return host().wait(over, timeout)
         try:
             self._is_attended = True
             return host().wait(over, timeout, lambda: self._serve(deadline))
@@ -95,15 +97,15 @@ class CellInput:
             states = self.console.states
             new, self._noted = [state for state in states if state not in self._noted], states
             if new:
-                how = "call wait() or result() on the launch, or run %distributed debug"
-                self._view.on(Note(f"{'; '.join(new)}: to debug, {how}"))
+                how = "to type there, call wait() or result(), or run %distributed debug"
+                self._view.on(Note(f"{'; '.join(new)}: {how}"))
         prompt = self._reading
         if prompt is None:
             return
         text = self.console.take_text()
         if self.console.prompt is not prompt and self._reading is prompt:
             self._reading = None
-            text += "no rank is waiting for this input anymore: press Enter\n"
+            text += "this prompt has ended: press Enter, nothing that you type here is used\n"
         if not text:
             return
         again = f"\n{{}}{prompt.text}" if is_terminal(sys.stdout) else "{}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from nblaunch.engines import current
 from nblaunch.launch import failures
-from nblaunch.launch.output.log_directory import RankLogs
+from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
 from nblaunch.launch.output.reports import ReportList
 from nblaunch.launch.result import LaunchResult, Metrics, Sent
 from nblaunch.launch.stopping import Account, ByUser, Reason
@@ -32,6 +34,12 @@ class Ending:
     dropped: Mapping[int, Dropped]
     """What each rank could not write."""
     sent: Sent
+
+    def moved_to(self, directory: Path) -> Ending:
+        """Return the same with its files in this directory: a volume may be mounted elsewhere now."""
+        logs = {rank: current.files_of(rank, directory) for rank in self.account.logs}
+        found = {rank: {kind: logs[rank].log(kind) for kind in kinds} for rank, kinds in self.account.logs.items()}
+        return replace(self, account=replace(self.account, files=LaunchFiles(directory, None), logs=found))
 
     def error(self) -> Any:
         """Return the exception to raise; None if every rank has returned."""

@@ -35,7 +35,6 @@ RUNNER_LOG = "runner.log"
 _SEEN = "seen"
 """In the folder of a run whose end was shown."""
 _SPOOL_TAIL_BYTES = 16 << 10
-_POLL_S = 0.05
 
 
 @functools.cache
@@ -218,29 +217,28 @@ def every() -> list[RunFolder]:
     return sorted((each for each in found if each is not None), key=lambda each: -each.began)
 
 
-def wait_for_end(folder: Path, seconds: float) -> None:
-    """Wait until no process holds a folder."""
-    deadline = time.monotonic() + seconds
-    while _is_held(folder) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
 def find(name: str | None) -> RunFolder:
     """Return the run of this name, else the latest launch with this id or function; None: the latest of all.
 
     ArgumentError: there is none.
     """
-    if name is not None and FILE_NAME.fullmatch(name) and (run := _own(folder_of(name))) is not None:
+    if name is not None and (run := _named(name)) is not None:
         return run
     known = every()
     found = next((each for each in known if name is None or name in (each.name, each.function)), None)
     if found is None:
         if name is None:
-            raise ArgumentError("there is no run or launch yet")
+            raise ArgumentError(f"there is no run or launch in {state_root()} yet")
         runs = ", ".join(each.name for each in known if each.is_detached)
         listed = f"the runs are: {runs}" if runs else "nblaunch.runs() lists all launches"
-        raise ArgumentError(f"name={name!r}: no such run or launch; {listed}")
+        raise ArgumentError(f"name={name!r}: no such run or launch in {state_root()}; {listed}")
     return found
+
+
+def _named(name: str) -> RunFolder | None:
+    if not isinstance(name, str):
+        raise ArgumentError(f"name={name!r:.100}: must be the name of a run, as a string")
+    return _own(folder_of(name)) if FILE_NAME.fullmatch(name) else None
 
 
 def _own(path: Path) -> RunFolder | None:
@@ -253,10 +251,14 @@ def _own(path: Path) -> RunFolder | None:
 
 def find_run(name: str) -> RunFolder:
     """Return the detached run of this name. ArgumentError: there is none."""
-    run = _own(folder_of(name)) if FILE_NAME.fullmatch(name) else None  # and no launch or function of that name
+    run = _named(name)  # and no launch or function of that name
     if run is None:
-        names = ", ".join(each.name for each in every() if each.is_detached)
-        raise ArgumentError(f"name={name!r}: no such run; {f'the runs are: {names}' if names else 'there is none'}")
+        known = every()
+        if name in [each.name for each in known]:
+            raise ArgumentError(f"name={name!r}: a launch, no detached run: nblaunch.show({name!r}) shows its record")
+        names = ", ".join(each.name for each in known if each.is_detached)
+        said = f"the runs are: {names}" if names else "there is none"
+        raise ArgumentError(f"name={name!r}: no such run in {state_root()}; {said}")
     return run
 
 

@@ -65,21 +65,17 @@ def main(folder: str, ready: int, lock: int, orders: int, *parcel: int) -> None:
 def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlServer) -> None:
     events = EventsFile(lambda info: folder)
     events.open(folder)
-    told: BaseException | None = None
     try:
         launch = _prepared(folder, order, parcel, Both(events, server))
         server.control(launch)
         launch.begin()
         launch.outlast()
-        error, told = launch.failure, launch.told
     except Exception as refused:  # noqa: BLE001  # the folder tells it
         if not isinstance(refused, NblaunchError):
             _log.exception("the run could not be held")
-        error = refused
+        _leave(refused, folder)
         state: State = "stopped" if isinstance(refused, LaunchStoppedError) else "failed"
         events.on(Ended(Outcome(state, 0.0, str(refused))))
-    if error is not None and error is not told:
-        _write(folder / ENDING, pickle.dumps(error))
 
 
 def _prepared(folder: Path, order: RunOrder, parcel: Sequence[int], shown: View) -> HeldLaunch:
@@ -97,7 +93,7 @@ def _prepared(folder: Path, order: RunOrder, parcel: Sequence[int], shown: View)
 class HeldLaunch(OwnLaunch):
     """A launch that leaves its end in its folder, for the processes that attach."""
 
-    told: BaseException | None = None
+    _told: BaseException | None = None
     """The error of the last attempt that has left its end."""
     _has_left_end = _waits_for_room = _has_given_up = False
 
@@ -108,10 +104,6 @@ class HeldLaunch(OwnLaunch):
     def kill(self) -> None:
         super().kill()
         self._has_given_up = self._waits_for_room
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._error
 
     def begin(self, *, blocking: bool = False) -> None:
         super().begin(blocking=blocking)
@@ -124,8 +116,13 @@ class HeldLaunch(OwnLaunch):
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
         error = super()._conclude(verdict, run, files)
         if self._has_left_end:
-            self.told = error
+            self._told = error
         return error
+
+    def _outcome(self, state: State, error: BaseException | None, logs: Path | None = None) -> Outcome:
+        if error is not None and error is not self._told and self._root is not None:
+            _leave(error, self._root)
+        return super()._outcome(state, error, logs)
 
     def _take(self, ending: Ending, run: Run) -> BaseException | None:
         """Write the end to files. While there is no room, keep it, and try again until the user stops the run."""
@@ -157,6 +154,14 @@ class HeldLaunch(OwnLaunch):
         for fds in run.results.values():
             for fd in fds:
                 os.close(fd)
+
+
+def _leave(error: BaseException, folder: Path) -> None:
+    """Leave the error of a run that no attempt has left, before the event that tells its end."""
+    try:
+        _write(folder / ENDING, pickle.dumps(error))
+    except Exception:  # noqa: BLE001  # no room, or one of the user's own
+        _log.exception("the error could not be left; its message is among the events")
 
 
 def _write(path: Path, data: bytes) -> None:

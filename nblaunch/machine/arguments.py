@@ -118,7 +118,7 @@ def file_name(name: str, value: Any) -> str:
     """Return a string that names a file on every system."""
     if not isinstance(value, str) or not FILE_NAME.fullmatch(value):
         raise ArgumentError(
-            f"{name}={value!r:.100}: must be at most 80 letters, digits, dashes, dots and underscores, and not begin "
+            f"{name}={value!r:.100}: must be 1 to 80 letters, digits, dashes, dots and underscores, and not begin "
             "with a dash or dot"
         )
     return value

@@ -10,6 +10,7 @@ from typing import Any
 from nblaunch.launch import run_folders
 from nblaunch.launch.attached import Replay
 from nblaunch.launch.frontend import host
+from nblaunch.launch.output.log_directory import state_root
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.run_folders import RunFolder
 from nblaunch.launch.views import Begun, duration_text
@@ -29,7 +30,7 @@ class Runs(list[RunFolder]):
         rows = [_COLUMNS, *map(_cells, self._shown())]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *self._more()]) if self else "no runs or launches yet"
+        return "\n".join([*lines, *self._more()]) if self else f"no runs or launches in {state_root()} yet"
 
     def _repr_html_(self) -> str:
         if not self:
@@ -39,12 +40,15 @@ class Runs(list[RunFolder]):
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + "<br>".join(self._more())
 
     def _shown(self) -> list[RunFolder]:
-        return sorted(self, key=lambda run: not run.is_detached)[:_MAX_ROWS]  # launches of a day hide no run
+        runs = [run for run in self if run.is_detached][:_MAX_ROWS]  # launches of a day hide no run
+        launches = [run for run in self if not run.is_detached][:_MAX_ROWS]
+        return [run for run in self if run in runs or run in launches]
 
     def _more(self) -> list[str]:
         kept = [run for run in self if run.is_detached]
         size = in_words(sum(run_folders.size_of(run.path) for run in kept))
-        said = [f"and {len(self) - _MAX_ROWS} more"] if len(self) > _MAX_ROWS else []
+        more = len(self) - len(self._shown())
+        said = [f"and {more} more"] if more else []
         noun, them = ("run takes", "it") if len(kept) == 1 else ("runs take", "them")
         taken = f"{len(kept)} detached {noun} {size} until you remove {them}: python -m nblaunch rm NAME"
         said += [taken] if kept else []
@@ -66,6 +70,7 @@ def _cells(run: RunFolder) -> tuple[str, ...]:
 def runs() -> Runs:
     """Return a table of your launches and detached runs on this machine, the latest first.
 
+    It shows the last 20 of each, and holds all of them: ``[each.name for each in nblaunch.runs()]``.
     Launches are listed as long as their logs are kept: the last 50, and as many cells of sessions. A detached run is
     listed until ``python -m nblaunch rm NAME`` removes it.
     """

@@ -261,8 +261,8 @@ class Keyboard:
             raise EOFError(f"{call}: not available in a child process of a rank; call it in the rank itself")
         if not self.can_type:
             raise EOFError(
-                f"{call}: input is not possible here (no input box, captured output, or a background launch); "
-                "pass the value as an argument"
+                f"{call}: input is not possible here (no input box, captured output, or a launch in the background); "
+                "pass the value as an argument, or detach with on_breakpoint='wait'"
             )
         link = self.link
         if link.is_stopping:

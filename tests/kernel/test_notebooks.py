@@ -75,8 +75,8 @@ def test_runs(kernel: Kernel, folder: Path) -> None:
     (start, resumed) = re.findall(r"^training starts after step (\d+)$", notebook.printed, flags=re.MULTILINE)
     assert int(start) == 0 < int(resumed)
     assert f"the latest checkpoint: step-{resumed}.pt\n" in notebook.printed
-    assert re.search(r"^nightly +train +running +2 ", notebook.cells[3].value, flags=re.MULTILINE)
-    assert re.search(r"^nightly +train +stopped +2 ", notebook.cells[6].stdout, flags=re.MULTILINE)
+    assert re.search(r"^digits +train +running +2 ", notebook.cells[3].value, flags=re.MULTILINE)
+    assert re.search(r"^digits +train +stopped +2 ", notebook.cells[6].stdout, flags=re.MULTILINE)
     assert "train was stopped after" in notebook.printed
     assert notebook.accuracy >= 0.85
     assert list(folder.with_name("state").glob("run-*")) == []

@@ -135,7 +135,7 @@ stopping = notebook_launcher(stops, num_processes=2, detach='stopping', on_break
 def test_a_breakpoint_waits_for_who_attaches_and_types(kernel: Kernel, other: Kernel) -> None:
     begin = kernel.start_cell(STOPS)
     kernel.finish_cell(begin).check()
-    noted = kernel.follow_cell(begin, ": to debug, call wait() or result() on the launch")
+    noted = kernel.follow_cell(begin, ": to type there, call wait() or result(), or run %distributed debug")
     assert "rank 1 stopped at a breakpoint" in noted.text
     cell = other.debug("print(list(attach('stopping').result()))", "p x", "c").check()
     assert cell.prompts == ["(rank 1 of 2) "] * 2

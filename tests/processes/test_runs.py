@@ -34,6 +34,7 @@ from nblaunch.errors import (
     StartError,
 )
 from nblaunch.launch import run_folders
+from nblaunch.launch.output.log_directory import state_root
 from nblaunch.notebook.run_table import record_of
 from tests.conftest import LONG, command_of, eventually, marked_processes, parent_of
 from tests.processes.conftest import Launcher
@@ -303,6 +304,9 @@ def test_a_run_raises_the_ranks_own_exception_everywhere(tmp_path: Path) -> None
     )
     elsewhere = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert elsewhere.stdout.splitlines()[-1] == f"{UnluckyError} 13 1 {{0: 5}}"
+    status, said = said_by("attach", "own")
+    assert status == 1
+    assert re.search(r'File ".*test_runs\.py", line \d+, in fail_after_the_other\n    raise error', said)
 
 
 def test_a_restarted_run_has_the_charts_of_both_attempts() -> None:
@@ -317,8 +321,15 @@ def test_a_restarted_run_has_the_charts_of_both_attempts() -> None:
     assert all(f"loss_of_attempt_{attempt}" in record for attempt in range(2))
     assert len([*told.path.glob("*Z-*/rank0.out")]) == 2
 
+    again = attach("restarts")
     told.path.rename(run_folders.folder_of("moved"))
-    assert [*attach("moved").result()] == ["attempt 1"] * 2
+    with pytest.raises(StartError, match=r"^the run restarts has left no result in .*: was it moved or removed\?$"):
+        again.result()
+    result = attach("moved").result()
+    assert [*result] == ["attempt 1"] * 2
+    assert result.logs[0].text() == "attempt 1\n"
+    record = record_of(run_folders.find_run("moved"))
+    assert all(f"loss_of_attempt_{attempt}" in record for attempt in range(2))
     next(run_folders.folder_of("moved").rglob("rank1.result.*")).unlink()
     with pytest.raises(ResultError, match=r"^the run moved lacks results: files were removed from .*run-moved/"):
         attach("moved").result()
@@ -409,6 +420,10 @@ def test_an_ended_run_is_done_as_soon_as_it_is_attached(tmp_path: Path) -> None:
 def test_a_breakpoint_waits_until_someone_attaches() -> None:
     run = start(stop_at_a_breakpoint, "paused", ranks=1, on_breakpoint="wait")
     eventually(lambda: "breakpoint" in repr(run) or run.done)
+    onlooker = command("attach", "paused", stdin=subprocess.DEVNULL)  # as over `ssh -n`: it cannot type
+    assert onlooker.stdout is not None
+    while "to type there" not in onlooker.stdout.readline():
+        pass
     assert not run.done
     code = "import nblaunch; run = nblaunch.attach('paused'); run.wait(); print('returned', run.result()[0])"
     terminal = pexpect.spawn(sys.executable, ["-c", code], encoding="utf-8", timeout=LONG)
@@ -421,13 +436,15 @@ def test_a_breakpoint_waits_until_someone_attaches() -> None:
     finally:
         terminal.close(force=True)
     assert list(run.result()) == [41]
+    onlooker.communicate(timeout=LONG)
+    assert onlooker.returncode == 0
 
 
 # ------------------------------------------------------------------ names, and what is refused
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"detach": "a/b"}, "^detach='a/b': must be at most 80 letters"),
+        ({"detach": "a/b"}, "^detach='a/b': must be 1 to 80 letters"),
         ({"detach": ""}, "^detach='': must be"),
         ({"detach": ".hidden"}, "^detach='.hidden': must be"),
         ({"detach": "r", "start_method": "fork"}, "^start_method='fork': a detached run does not share"),
@@ -483,11 +500,11 @@ def test_the_commands_in_a_terminal(tmp_path: Path) -> None:
     assert log.read_text() in said
     assert said_by("attach", "busy")[0] == 1
     assert said_by("rm", "busy") == (0, "busy: removed\n")
-    assert said_by("runs") == (0, "no runs or launches yet\n")
+    assert said_by("runs") == (0, f"no runs or launches in {state_root()} yet\n")
     for words in (["rm", "busy"], ["attach", "busy"], ["stop", "busy"]):
         assert said_by(*words) == (
             1,
-            "nblaunch: name='busy': no such run; there is none\n",
+            f"nblaunch: name='busy': no such run in {state_root()}; there is none\n",
         )
 
 
@@ -503,6 +520,11 @@ def test_every_launch_is_in_the_table_and_has_a_record(launch: Launcher, capsys:
     assert (failed.function, failed.state) == ("fail", "failed")
     assert "no luck" in failed.message
     assert (cell.function, cell.state, cell.ranks) == ("print_accuracy", "finished", 2)
+    with pytest.raises(ArgumentError, match=r"^name='.*': a launch, no detached run: nblaunch.show"):
+        attach(finished.name)
+    wrong: Any = finished
+    with pytest.raises(ArgumentError, match=r"^name=RunFolder.*: must be the name of a run, as a string"):
+        attach(wrong)
     record = record_of(finished)
     assert "accuracy" in record
     assert "<img" in record
