@@ -48,12 +48,10 @@ class CellInput:
         self.console.on_step = self._meanwhile
 
     def wait(self, over: threading.Event, timeout: float | None) -> bool:
-        """Wait as `Frontend.wait` does, and let the user debug meanwhile, if this is the main thread."""
+        """Wait as `Frontend.wait` does. In the main thread, let a user who can type debug meanwhile."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        if threading.current_thread() is not threading.main_thread():
-            return host().wait(over, timeout)
-        if not host().can_type():  # a run may ask: to answer with the end of the input would end it
-            return host().wait(over, timeout)
+        if threading.current_thread() is not threading.main_thread() or not host().can_type():
+            return host().wait(over, timeout)  # a run may ask: to answer with the end of the input would end it
         try:
             self._is_attended = True
             return host().wait(over, timeout, lambda: self._serve(deadline))

@@ -25,7 +25,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.run import Run
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views import Both, Ended, Note, Outcome, State, View
+from nblaunch.launch.views import Both, Ended, Note, Outcome, ShieldedView, State, View
 from nblaunch.machine import processes
 from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire import launch_files
@@ -66,7 +66,7 @@ def _hold(folder: Path, order: RunOrder, parcel: Sequence[int], server: ControlS
     events = EventsFile(lambda info: folder)
     events.open(folder)
     try:
-        launch = _prepared(folder, order, parcel, Both(events, server))
+        launch = _prepared(folder, order, parcel, Both(ShieldedView(events), ShieldedView(server)))
         server.control(launch)
         launch.begin()
         launch.outlast()
@@ -95,7 +95,7 @@ class HeldLaunch(OwnLaunch):
 
     _told: BaseException | None = None
     """The error of the last attempt that has left its end."""
-    _has_left_end = _waits_for_room = _has_given_up = False
+    _waits_for_room = _has_given_up = False
 
     def stop(self) -> None:
         super().stop()
@@ -115,7 +115,7 @@ class HeldLaunch(OwnLaunch):
 
     def _conclude(self, verdict: Verdict, run: Run, files: LaunchFiles) -> BaseException | None:
         error = super()._conclude(verdict, run, files)
-        if self._has_left_end:
+        if (files.directory / ENDING).exists():
             self._told = error
         return error
 
@@ -126,11 +126,10 @@ class HeldLaunch(OwnLaunch):
 
     def _take(self, ending: Ending, run: Run) -> BaseException | None:
         """Write the end to files. While there is no room, keep it, and try again until the user stops the run."""
-        self._has_left_end = False
+        self._waits_for_room = False  # as an attempt before may have done
         while True:
             try:
                 self._store(ending, run)
-                self._has_left_end = True
                 return None
             except OSError as error:
                 directory = ending.account.files.directory

@@ -42,7 +42,7 @@ class Runs(list[RunFolder]):
     def _shown(self) -> list[RunFolder]:
         runs = [run for run in self if run.is_detached][:_MAX_ROWS]  # launches of a day hide no run
         launches = [run for run in self if not run.is_detached][:_MAX_ROWS]
-        return [run for run in self if run in runs or run in launches]
+        return sorted([*runs, *launches], key=lambda run: -run.began)
 
     def _more(self) -> list[str]:
         kept = [run for run in self if run.is_detached]

@@ -140,11 +140,10 @@ class Kernel:
 
     def replace(self) -> None:
         """Start a fresh process, with a client that has seen nothing of the old one."""
-        self.manager.restart_kernel(now=True)
         self.client.stop_channels()
         self.client, self.cells = self.manager.blocking_client(), {}
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=LONG)
+        self.restart()
 
     def restart(self) -> None:
         """As the notebook's button does: SIGKILL, and a fresh process."""

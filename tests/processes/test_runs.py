@@ -499,6 +499,8 @@ def test_the_commands_in_a_terminal(tmp_path: Path) -> None:
     assert "==> rank0.out <==\nstep 0 of rank 0\n" in said
     assert log.read_text() in said
     assert said_by("attach", "busy")[0] == 1
+    with pytest.raises(ArgumentError, match=r"the name is in use by a run of train from .*\(stopped\)"):
+        start(train, "busy", tmp_path, 10)
     assert said_by("rm", "busy") == (0, "busy: removed\n")
     assert said_by("runs") == (0, f"no runs or launches in {state_root()} yet\n")
     for words in (["rm", "busy"], ["attach", "busy"], ["stop", "busy"]):

@@ -133,7 +133,7 @@ def test_a_runner_of_another_version_has_not_ended(
 
 def test_a_prompt_that_is_answered_is_not_asked_again() -> None:
     console, asked = RemoteConsole(lambda request: None), dataclasses.asdict(Asked(0, 1, 1, ""))
-    shown = {"is_open": True, "has_examined": False, "stopped": [0], "states": [], "text": ""}
+    shown = {"is_open": True, "has_examined": False, "states": [], "text": ""}
     here = {"text": "(Pdb) ", "asked": asked}
 
     def asks(prompt: Mapping[str, Any] | None) -> bool:
