@@ -79,7 +79,7 @@ from nblaunch.wire.link_messages import (
     Written,
     in_other_clock,
 )
-from nblaunch.wire.messages import NotStarted, Order, RankExited, RankStarted, Swept, Task, ToDebugger
+from nblaunch.wire.messages import NotStarted, Order, RankExited, RankStarted, Swept, Task, ToRank
 from nblaunch.wire.tables import Begun, Dropped
 
 _log = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ class NodeWorker(RankFiles):
     def free(self, task: int) -> None:
         self._call("free", task)
 
-    def tell(self, message: ToDebugger) -> None:
+    def tell(self, message: ToRank) -> None:
         self._call("tell", message)
 
     def signal(self, signum: int, group: bool = False) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.errors import StartError
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.messages import NotStarted, Order, RankExited, RankStarted, Swept, Task, ToDebugger
+from nblaunch.wire.messages import NotStarted, Order, RankExited, RankStarted, Swept, Task, ToRank
 from nblaunch.wire.tables import Begun, Dropped
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Worker(Protocol):
     def free(self, task: int) -> None:
         """Make a call of a kept rank that waits for a peer raise, by cutting the connections of its process groups."""
 
-    def tell(self, message: ToDebugger) -> None:
+    def tell(self, message: ToRank) -> None:
         """Send a message to the rank's debugger."""
 
     def signal(self, signum: int, group: bool = False) -> None:

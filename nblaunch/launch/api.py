@@ -62,6 +62,7 @@ def notebook_launcher(
     preload: str | Sequence[str] | None = None,
     detach: str | bool | None = None,
     view: str = "auto",
+    profile: float | None = None,
     metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
     stop_grace: float = 30.0,
     max_restarts: int = 0,
@@ -122,6 +123,9 @@ def notebook_launcher(
             Default: None, a launch that ends with the kernel.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
+        profile: Seconds in which to profile the ranks, from the first step of an optimizer on, at most 60. The panel
+            shows where the time goes; ``result.profiles`` has the profile. Default: None. A running launch is
+            profiled by the panel's button, or `Launch.profile`.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
             `nblaunch.report`: a string, a compiled pattern, or a list of them. Each named group is a metric, as in
             ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. The kernel searches the lines,

@@ -30,7 +30,7 @@ from nblaunch.launch.ending import Ending
 from nblaunch.launch.events_file import EventsReader
 from nblaunch.launch.failures import attach as attach_results
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import Launch
+from nblaunch.launch.handle import PROFILE_S, Launch
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.reports import ReportList
@@ -44,6 +44,7 @@ from nblaunch.launch.views import (
     Note,
     Outcome,
     Preparing,
+    ProfileShown,
     RanksPlaced,
     Reports,
     ShieldedView,
@@ -55,6 +56,7 @@ from nblaunch.launch.views import (
 from nblaunch.machine import segments, timeouts
 from nblaunch.machine.inventory import Process
 from nblaunch.machine.packages import installed_path
+from nblaunch.profiles.profile import Profile
 from nblaunch.wire import launch_files
 from nblaunch.wire.messages import Source
 
@@ -152,6 +154,9 @@ class Replay:
         self._output: OutputFollower | None = None
         self._printed: list[Reports] = []
         """Of the present attempt."""
+        self.profiles: list[Profile] = []
+        """Of the present attempt."""
+        self._directory = run.path
 
     def seconds(self) -> float:
         return (time.time() if self._at is None else self._at) - self._began
@@ -188,9 +193,17 @@ class Replay:
             ranks = [current.files_of(rank, info.log_dir) for rank in range(info.world_size)]
             self._output = OutputFollower(ranks, (), self._view, lists_reports=False)
             self._printed.clear()
+            self.profiles.clear()
+            self._directory = directory
             event = Started(info)
         elif isinstance(event, Reports):
             self._printed.append(event)
+        elif isinstance(event, ProfileShown):
+            profile = event.profile
+            if profile.trace is not None:
+                profile = replace(profile, trace=self._directory / profile.trace.name)
+            self.profiles.append(profile)
+            event = ProfileShown(profile)
         elif isinstance(event, Preparing) and event.cancel is not None:
             event = replace(event, cancel=self._stop)
         elif isinstance(event, Ended):
@@ -208,8 +221,8 @@ class AttachedLaunch(Launch):
         console = self._link.console if self._link is not None else RemoteConsole(lambda message: None)
         super().__init__(run.function, run.ranks, run.name, shielded, console)
         self._replay = Replay(run, shielded, self.stop)
-        self._asked: list[tuple[float, Future[dict[int, str]]]] = []
-        """When stacks were asked for, and what waits for them."""
+        self._asked: list[tuple[float, type[Event], Future[Any]]] = []
+        """When stacks or a profile was asked for, the event that brings it, and what waits for it."""
         self._is_loaded = False
         self._input.begin(blocking=False)
         self._view.on(Begun(self, False, self._replay.seconds))
@@ -234,12 +247,21 @@ class AttachedLaunch(Launch):
         self._tell("stacks", timeout=timeout)
 
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
-        asked: Future[dict[int, str]] = Future()
-        self._asked.append((time.time(), asked))
+        asked: Future[dict[int, str] | None] = Future()
+        self._asked.append((time.time(), StacksShown, asked))
         self.ask_stacks(timeout)
         with contextlib.suppress(TimeoutError):
-            return {} if self.done else asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
+            return {} if self.done else asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S) or {}
         return {}
+
+    def ask_profile(self, seconds: float = PROFILE_S) -> None:
+        self._tell("profile", seconds=seconds)
+
+    def _profiled(self, seconds: float) -> Profile | None:
+        asked: Future[Profile | None] = Future()
+        self._asked.append((time.time(), ProfileShown, asked))
+        self.ask_profile(seconds)
+        return None if self.done else asked.result()
 
     def wait(self, timeout: float | None = None) -> bool:
         __tracebackhide__ = True  # IPython leaves this frame out
@@ -279,7 +301,7 @@ class AttachedLaunch(Launch):
             if self._link is not None:
                 self._link.console.end()
             self._finished.set()
-            self._answer(math.inf, {})
+            self._answer(math.inf, Event, None)
             self.console.on_step()
             host().forget_thread()
 
@@ -292,17 +314,19 @@ class AttachedLaunch(Launch):
                     self._view.on(Note(self._fate()))
                 self.world_size = event.info.world_size
             elif isinstance(event, StacksShown):
-                self._answer(at, event.texts)
+                self._answer(at, StacksShown, dict(event.texts))
+            elif isinstance(event, ProfileShown):
+                self._answer(at, ProfileShown, self._replay.profiles[-1])
         self.console.on_step()
         if is_over and self._replay.outcome is None:
             self._lose()
         return self._replay.outcome is not None
 
-    def _answer(self, at: float, stacks: Mapping[int, str]) -> None:
-        """Give stacks of this time to all who had asked before."""
-        for asked in [asked for asked in self._asked if asked[0] <= at]:
+    def _answer(self, at: float, kind: type[Event], found: Any) -> None:
+        """Give what was found at this time to all who had asked for it before."""
+        for asked in [asked for asked in self._asked if asked[0] <= at and issubclass(asked[1], kind)]:
             self._asked.remove(asked)
-            asked[1].set_result(dict(stacks))
+            asked[2].set_result(found)
 
     def _fate(self) -> str:
         job = run_folders.facts_of(self._run.path).get("job")
@@ -350,6 +374,7 @@ class AttachedLaunch(Launch):
         self._error, self._crash = error if (raised := found.error()) is None else raised, found.crash
         if self._error is None:
             self._result = found.result(self._returned, self._replay.reports, self._view.record_html)
+            self._result.profiles = tuple(self._replay.profiles)
         else:
             attach_results(self._returned, self._error, found.account.files)
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from nblaunch.engines.protocol import Wakeup
+from nblaunch.profiles.profile import Profile
 
 
 class Commands(Wakeup):
@@ -22,6 +23,7 @@ class Commands(Wakeup):
         self.interrupts_to_kill = 0
         self._lock = threading.RLock()
         self._waiting: list[tuple[float, Future[dict[int, str]]]] = []
+        self._profiles: list[tuple[float, Future[Profile | None]]] = []
 
     def ask(self, *, kill: bool = False) -> None:
         """Stop the ranks, with or without their grace period."""
@@ -46,14 +48,33 @@ class Commands(Wakeup):
             taken, self._waiting = self._waiting, []
             return taken
 
+    def want_profile(self, seconds: float) -> Future[Profile | None]:
+        """Return a future of a profile over `seconds`; None if the launch ends first."""
+        future: Future[Profile | None] = Future()
+        with self._lock:
+            if self._write.fileno() < 0:
+                future.set_result(None)
+            else:
+                self._profiles.append((seconds, future))
+                self.set()
+        return future
+
+    def take_profiles(self) -> list[tuple[float, Future[Profile | None]]]:
+        with self._lock:
+            taken, self._profiles = self._profiles, []
+            return taken
+
     def set(self) -> None:
         with self._lock:  # `close` must not free the descriptor meanwhile
             super().set()
 
     def close(self) -> None:
-        """Answer open requests for stacks with none. Later requests have no effect."""
+        """Answer open requests for stacks and profiles with none. Later requests have no effect."""
         with self._lock:
             super().close()
             waiting, self._waiting = self._waiting, []
+            profiles, self._profiles = self._profiles, []
         for _, future in waiting:
             future.set_result({})
+        for _, wanted in profiles:
+            wanted.set_result(None)

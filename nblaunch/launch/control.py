@@ -1,8 +1,8 @@
 """The socket of a detached run: its runner serves it, and the kernels that attach ask.
 
-A connection is one request, a line of JSON: what to ``do`` (stop, kill, stacks, look, type) with its arguments, or how
-much of the debug console was ``seen``. The latter has an answer: what is new there, and the usage of the ranks. All
-else is in the run's folder.
+A connection is one request, a line of JSON: what to ``do`` (stop, kill, stacks, profile, look, type) with its
+arguments, or how much of the debug console was ``seen``. The latter has an answer: what is new there, and the usage of
+the ranks. All else is in the run's folder.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ class ControlServer(View):
             launch.kill()
         elif what == "stacks":
             launch.ask_stacks(float(request["timeout"]))
+        elif what == "profile":
+            launch.ask_profile(float(request["seconds"]))
         elif what == "look":
             launch.console.look(int(request["rank"]))
         elif what == "type":

@@ -24,6 +24,7 @@ from nblaunch.launch.views import (
     Note,
     Outcome,
     Preparing,
+    ProfileShown,
     RanksChanged,
     RankStatus,
     Reports,
@@ -32,6 +33,7 @@ from nblaunch.launch.views import (
     Stuck,
     View,
 )
+from nblaunch.profiles.profile import Profile
 
 _log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
@@ -54,6 +56,8 @@ def to_line(event: Event, at: float) -> bytes | None:
             content = {"text": text, "can_cancel": cancel is not None}
         case Reports() if not event.is_printed:
             return None
+        case ProfileShown(profile):
+            content = {"profile": profile.to_json()}
         case RanksChanged() | StacksShown() | Countdown() | Note() | Reports() | Stuck() | Ended():
             content = asdict(event)
         case _:
@@ -75,6 +79,8 @@ def from_line(line: bytes) -> tuple[float, Event] | None:
                 return at, RanksChanged([RankStatus(**each) for each in content["ranks"]])
             case "StacksShown":
                 return at, StacksShown({int(rank): text for rank, text in content["texts"].items()})
+            case "ProfileShown":
+                return at, ProfileShown(Profile.from_json(content["profile"]))
             case "Ended":
                 outcome = content["outcome"]
                 failure = outcome.pop("failure")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch.engines.protocol import Engine, GivenUpError
-from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
+from nblaunch.errors import LaunchStoppedError, NblaunchError, RankError, StartError, warn
 from nblaunch.launch import failures
 from nblaunch.launch.cell_input import CellInput, debugging_of
 from nblaunch.launch.commands import Commands
@@ -25,6 +25,7 @@ from nblaunch.launch.debug_console import Console, DebugConsole
 from nblaunch.launch.ending import Ending, incomplete, places, reason_of
 from nblaunch.launch.events_file import EventsFile
 from nblaunch.launch.frontend import host
+from nblaunch.launch.options import profile_seconds
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan, moved
@@ -50,6 +51,7 @@ from nblaunch.launch.views import (
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
 from nblaunch.machine.limits import process_advice, remedy
+from nblaunch.profiles.profile import Profile
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Cell, Question
 
@@ -62,6 +64,7 @@ _cells = itertools.count()
 CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
 INSIST = "interrupt again to kill the ranks that do not respond; their variables will be lost"
+PROFILE_S = 2.0
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
 
@@ -147,6 +150,38 @@ class Launch(ABC):
         Returns:
             The threads of each running rank, the main thread first; empty if the launch has ended.
         """
+
+    @abstractmethod
+    def ask_profile(self, seconds: float = PROFILE_S) -> None:
+        """Show a profile of the ranks in the launch's view, once it is made. Return at once."""
+
+    def profile(self, seconds: float = PROFILE_S) -> Profile:
+        """Profile the running ranks, all at once, and return where their time goes. Their code needs no change.
+
+        The shares are those of the time between the first and the last step of an optimizer, or of all the time if
+        there are none. Waiting is the time in collectives until the last rank has joined. The ranks are slower
+        meanwhile, and profile for themselves what they do then with ``torch.profiler`` at another time.
+
+        Args:
+            seconds: How long to record, at most 60. Default: 2.
+
+        Returns:
+            A `nblaunch.profiles.profile.Profile`: ``summary`` is a table, ``sentence`` says what takes the time, and
+            ``trace`` is a file for https://ui.perfetto.dev. A rank that does not begin within 5 s, because it runs C
+            code that holds the GIL, is in ``missing``.
+
+        Raises:
+            ArgumentError: `seconds` is invalid.
+            NblaunchError: The launch has ended.
+        """
+        found = self._profiled(profile_seconds("seconds", seconds))
+        if found is None:
+            raise NblaunchError(f"{self.name} has ended: only running ranks can be profiled")
+        return found
+
+    @abstractmethod
+    def _profiled(self, seconds: float) -> Profile | None:
+        """Return a profile; None if the launch ends first."""
 
     def __reduce__(self) -> NoReturn:
         raise OfNotebookError(self, "a launch")
@@ -253,6 +288,12 @@ class OwnLaunch(Launch):
         with contextlib.suppress(concurrent.futures.TimeoutError):  # the supervisor is starting or ending
             return asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
         return {}
+
+    def ask_profile(self, seconds: float = PROFILE_S) -> None:
+        self._commands.want_profile(seconds)
+
+    def _profiled(self, seconds: float) -> Profile | None:
+        return self._commands.want_profile(seconds).result()
 
     def _state(self) -> str:
         is_queued = self._ticket is not None and not self._ticket.ranks.queue.is_first(self._ticket)
@@ -436,6 +477,7 @@ class OwnLaunch(Launch):
         self._crash = ending.crash
         if ending.verdict.state == "finished" and error is None:
             self._result = ending.result(self._returned, run.output.reports, self._view.record_html)
+            self._result.profiles = run.profiles
         return error
 
 

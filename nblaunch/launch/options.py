@@ -25,6 +25,7 @@ TORCHRUN = (
 )
 """Variables that each rank has a value of its own for."""
 
+MAX_PROFILE_S = 60.0
 Check = Callable[[str, Any], Any]
 """Takes the option's name and value; returns the value as its type, or raises an ArgumentError that names both."""
 
@@ -74,6 +75,13 @@ def _modules(name: str, value: Any) -> tuple[str, ...]:
 
 def _run_name(name: str, value: Any) -> str | bool | None:
     return value or None if isinstance(value, bool) else file_name(name, value)
+
+
+def profile_seconds(name: str, value: Any) -> float:
+    checked = seconds(name, value)
+    if checked > MAX_PROFILE_S:
+        raise ArgumentError(f"{name}={value!r}: at most {MAX_PROFILE_S:g} s: each second may take megabytes in a rank")
+    return checked
 
 
 def _environment(option: str, extra: Any) -> dict[str, str]:
@@ -219,6 +227,12 @@ class Options:
         parsing={"nargs": "?", "const": True, "metavar": "NAME"},
         help="run in a process that outlives the kernel, and return at once; nblaunch.attach('NAME') shows the run in "
         "any notebook; default NAME: the cell and the time",
+    )
+    profile: float | None = _option(
+        check=profile_seconds,
+        takers="cell",
+        parsing={"type": float},
+        help="profile the ranks for this long, from the first step of an optimizer on",
     )
     view: str = _option(
         default="auto",

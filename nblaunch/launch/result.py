@@ -12,6 +12,7 @@ from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.reports import Best, Report, ReportList
 from nblaunch.machine.arguments import ranks_in_words
 from nblaunch.machine.segments import in_words
+from nblaunch.profiles.profile import Profile
 from nblaunch.wire.tables import Dropped
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class LaunchResult(Sequence[Any]):
             are kept while this result refers to them, and for the last 50 launches or 1 GB.
         duration: Seconds from the call until the last rank exited.
         payload: What was sent to the ranks; see `Sent`.
+        profiles: The profiles that were made; see `Launch.profile`.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class LaunchResult(Sequence[Any]):
         self.logs = tuple(logs)
         self.duration = duration
         self.payload = payload
+        self.profiles: tuple[Profile, ...] = ()
         self._values = tuple(values)
         self._record_html = record_html
 

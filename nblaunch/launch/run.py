@@ -19,15 +19,17 @@ from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.plan import Plan
+from nblaunch.launch.profiling import Profiling
 from nblaunch.launch.session_ranks import SessionRanks, Ticket
 from nblaunch.launch.session_state import debug_command, no_group, restart_command
 from nblaunch.launch.stopping import SESSION
 from nblaunch.launch.stuck import in_words, place_of
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views import Note, RanksPlaced, Tick, View
+from nblaunch.launch.views import Note, ProfileShown, RanksPlaced, Tick, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Process
+from nblaunch.profiles.profile import Profile
 from nblaunch.wire.messages import Question
 
 _MAX_NAMED = 6
@@ -73,6 +75,10 @@ class Run:
         self.hint = ""
         self._has_noted_taken = False
 
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        return tuple(self.task.profiling.made) if self.task.profiling is not None else ()
+
     # -------------------------------------------------------------- new ranks
     def start(self, engine: Engine) -> Verdict:
         """Start ranks, run the task, and wait until every rank has exited, also if one could not start (StartError)."""
@@ -89,6 +95,7 @@ class Run:
             limits = plan.options.stop_grace, job.deadline
             self.task = Task(1, group, self.view, self.commands, job.shipment.sources, *limits, console=job.console)
             opened.callback(self.task.close)
+            self._profile(self.task)
             self.task.send(lambda rank: plan.world(rank, store), job.shipment.fds, last=True)
             workers = [member.worker for member in group.members]
             patterns = plan.options.metric_patterns or ()
@@ -125,6 +132,7 @@ class Run:
             about = self.view, self.commands, job.shipment.sources, options.stop_grace, deadline
             self.task = Task(next(ranks.numbers), group, *about, policy=SESSION, console=job.console)
             opened.callback(self.task.close)
+            self._profile(self.task)
             self.hint = no_group(ranks.name, absent)
             if self.hint:
                 self.note(self.hint)
@@ -152,6 +160,12 @@ class Run:
                 self._note_error(ranks, verdict)
             self.results = self.task.take_results()
             return verdict
+
+    def _profile(self, task: Task) -> None:
+        """Let the user profile a task."""
+        sources, directory, first = self.job.shipment.sources, self.files.directory, self.job.plan.options.profile
+        show = lambda profile: self.view.on(ProfileShown(profile))  # noqa: E731
+        task.profiling = Profiling(task.present, task.number, self.commands, sources, directory, show, first)
 
     def note(self, text: str) -> None:
         self.view.on(Note(text))

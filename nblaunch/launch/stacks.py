@@ -18,7 +18,16 @@ from nblaunch.engines.protocol import Sampler
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.machine import timeouts
-from nblaunch.machine.own_code import COLLECTIVE_LOG, RANK_THREADS, RANK_WORKER, is_file, is_rank_runtime, is_users
+from nblaunch.machine.own_code import (
+    COLLECTIVE_LOG,
+    RANK_THREADS,
+    RANK_WORKER,
+    is_backward,
+    is_collective,
+    is_file,
+    is_rank_runtime,
+    is_users,
+)
 from nblaunch.wire.messages import Source
 
 _MAX_LINE = 200
@@ -31,9 +40,6 @@ _THREAD = re.compile(
 )
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
-"""Files whose calls into C are collectives; distributed checkpoints write files instead."""
-_BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,13 @@ def frames_of(stacks: Sequence[Stack], thread: str) -> tuple[Frame, ...]:
 
 def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
     frames = [frame for frame in frames_of(stacks, main) if not is_file(frame.file, COLLECTIVE_LOG)]
-    return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
+    return bool(frames) and is_collective(frames[-1].file)
 
 
 def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
     """Return True if the main thread's last call is autograd's: DDP's collectives begin in other threads meanwhile."""
     frames = frames_of(stacks, main)
-    return bool(frames) and _BACKWARD.search(frames[-1].file) is not None
+    return bool(frames) and is_backward(frames[-1].file)
 
 
 class StackFormatter:
@@ -117,9 +123,14 @@ class StackFormatter:
         in_cells = [frame for frame in frames if frame.file in self._sources]
         own = [frame for frame in frames if self._is_users(frame)]
         for frame in (in_cells or own or frames)[-1:]:
-            text = self._text(frame)
-            return f"{self._place(frame).removeprefix('File ')}{': ' + text if text else ''}"
+            return self.line_at(frame.file, frame.line)
         return "C code without a Python caller"
+
+    def line_at(self, file: str, line: int) -> str:
+        """Return a line with its place, such as ``Cell In[3], line 7: dist.barrier()``."""
+        frame = Frame(file, line, "")
+        text = self._text(frame)
+        return f"{self._place(frame).removeprefix('File ')}{': ' + text if text else ''}"
 
     def is_wait(self, stacks: Sequence[Stack], main: str) -> bool:
         """Return True if the main thread is in a line of the user that calls ``wait`` of C code, as a `Work` has."""

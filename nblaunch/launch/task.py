@@ -17,6 +17,7 @@ from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import Rank, WorkerGroup
+from nblaunch.launch.profiling import Profiling
 from nblaunch.launch.stacks import Inspector
 from nblaunch.launch.stopping import (
     LAUNCH,
@@ -42,6 +43,7 @@ from nblaunch.wire.messages import (
     Leaving,
     Names,
     NotStarted,
+    Profiled,
     RankExited,
     Running,
     Source,
@@ -59,6 +61,7 @@ class Task:
         deadline: When to stop the task, by the monotonic clock; later by the time of debugging.
         present: The ranks that take part: a kept rank may have exited before.
         difference: How the collective that a rank waited in differs from that of the rank it waited for, if known.
+        profiling: Makes the profiles of the task; None: it has none.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Task:
         self._observe_at = time.monotonic() + timeouts.STUCK_POLL_S
         self._shown_stuck = ""
         self.difference = ""
+        self.profiling: Profiling | None = None
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
         self._failed_at: float | None = None
@@ -166,6 +170,8 @@ class Task:
             rank.names = message
         elif isinstance(message, FromDebugger):
             self.console.take(message)
+        elif isinstance(message, Profiled) and self.profiling is not None:
+            self.profiling.take(message, event.parcel, event.lost, time.monotonic())
 
     def _note_failure(self, rank: Rank) -> None:
         if not rank.has_failed:
@@ -186,6 +192,8 @@ class Task:
         if self._returned_at is None and all(rank.done is not None for rank in self.present):
             self._returned_at = self._threads_ended_at = now
         self._inspect(now)
+        if self.profiling is not None:
+            self.profiling.step(now)
         reason = self._reason_to_stop(now) if self.ladder is None else None
         if reason is not None:
             self.ladder = Ladder(reason, now, self.stop_grace, self.policy)
@@ -329,6 +337,8 @@ class Task:
     def finish(self) -> Verdict:
         """Return the verdict. Every rank has returned, failed or exited."""
         self._show_states()
+        if self.profiling is not None:
+            self.profiling.finish(time.monotonic())
         verdict = self.verdict()
         reason = self.ladder.reason if self.ladder is not None else None
         pair = reason.verdict.pair if isinstance(reason, NoProgress) else None
@@ -347,8 +357,10 @@ class Task:
         return {rank.rank: rank.result.take() for rank in self.ranks if rank.result}
 
     def close(self) -> None:
-        """Close results that were not taken; answer open requests for stacks with none."""
+        """Close results that were not taken; answer open requests for stacks and profiles with none."""
         self.console.end()
+        if self.profiling is not None:
+            self.profiling.close()
         self.inspector.close()
         for rank in self.ranks:
             rank.result.close()

@@ -25,6 +25,7 @@ from nblaunch.launch.views import (
     Outcome,
     Output,
     Preparing,
+    ProfileShown,
     RanksChanged,
     Reports,
     Started,
@@ -134,6 +135,8 @@ class TextView(View):
                 self._note(text.splitlines())
             case Stuck(lines):
                 self._note(lines)
+            case ProfileShown(profile):
+                self._note(repr(profile).splitlines())
             case Countdown(text):
                 self._status.countdown = _one_line(text)
             case Tick():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from nblaunch.engines.protocol import Sampler
 from nblaunch.launch.debug_console import Console
 from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.profiles.profile import Profile
 
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil
@@ -39,6 +40,9 @@ class Controls(Protocol):
 
     def ask_stacks(self, timeout: float = ...) -> None:
         """Request a `StacksShown` event with the stacks of all live ranks."""
+
+    def ask_profile(self, seconds: float = ...) -> None:
+        """Request a `ProfileShown` event with what the ranks do in the next seconds."""
 
     @property
     def console(self) -> Console: ...
@@ -254,6 +258,11 @@ class Countdown(Event):
 @dataclass(frozen=True, slots=True)
 class StacksShown(Event):
     texts: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileShown(Event):
+    profile: Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -22,8 +23,14 @@ RANK_WORKER = os.path.join(PACKAGE, "ranks", "worker.py")
 """Its first frame is where a rank begins; older frames belong to the process that was forked."""
 COLLECTIVE_LOG = os.path.join(PACKAGE, "ranks", "collective_log.py")
 """With torch < 2.14 its frames stand between torch.distributed's Python code and its C code."""
-RANK_THREADS = tuple(os.path.join(PACKAGE, "ranks", f"{name}.py") for name in ("stack_dumps", "kernel_channel"))
-"""Their functions run in threads of their own, which dump stacks and read the kernel's messages."""
+RANK_THREADS = tuple(
+    os.path.join(PACKAGE, "ranks", f"{name}.py") for name in ("stack_dumps", "kernel_channel", "profiler")
+)
+"""Their functions run in threads of their own."""
+_COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
+"""Files whose calls into C are collectives; distributed checkpoints write files instead."""
+_BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]")
+_DATA_LOADING = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
 
 def _as_dumped(path: str) -> str:
@@ -44,6 +51,20 @@ _INSTALLED = tuple(
 def is_file(filename: str, *ours: str) -> bool:
     """Return True if `filename`, as a frame names it, is one of these files of the package."""
     return os.path.normpath(filename) in ours
+
+
+def is_collective(filename: str) -> bool:
+    """Return True for the files of torch whose calls into C code are collectives."""
+    return _COLLECTIVE.search(filename) is not None
+
+
+def is_backward(filename: str) -> bool:
+    """Return True for autograd's files: DDP's collectives begin and end in their calls into C code."""
+    return _BACKWARD.search(filename) is not None
+
+
+def is_data_loading(filename: str) -> bool:
+    return _DATA_LOADING.search(filename) is not None
 
 
 def is_rank_runtime(filename: str) -> bool:

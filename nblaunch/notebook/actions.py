@@ -21,7 +21,7 @@ from nblaunch.launch import api
 from nblaunch.launch import session as live_sessions
 from nblaunch.launch.attached import attached
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import INSIST, OwnLaunch, live_launches
+from nblaunch.launch.handle import INSIST, PROFILE_S, OwnLaunch, live_launches
 from nblaunch.launch.options import TABLE, flag_of, taken_by
 from nblaunch.launch.session import Session, session
 from nblaunch.launch.session_state import DEFAULT_NAME
@@ -199,6 +199,16 @@ def _stacks(shell: Any) -> str:
         for rank, text in launch.stacks().items():
             lines += ["", f"rank {rank}", *(f"  {line}".rstrip() for line in text.splitlines())]
     return "\n".join(lines or ["no launch is running"])
+
+
+_SECONDS = argument("--seconds", type=float, default=PROFILE_S, help="how long to record; default 2")
+
+
+@command("profile", _SECONDS)
+def _profile(shell: Any, seconds: float) -> str:
+    """Profile the ranks of all launches: where their time goes."""
+    launches = [*live_launches(), *attached()]
+    return "\n\n".join(f"{launch!r}\n{launch.profile(seconds)!r}" for launch in launches) or "no launch is running"
 
 
 @command("stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from nblaunch.launch.views import (
     Begun,
@@ -13,6 +14,7 @@ from nblaunch.launch.views import (
     LaunchInfo,
     Logs,
     Note,
+    ProfileShown,
     RanksChanged,
     Reports,
     StacksShown,
@@ -23,7 +25,7 @@ from nblaunch.launch.views import (
 from nblaunch.notebook.log_feed import LogFeed
 from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.panel_state import PanelState
-from nblaunch.notebook.record import Record, record_of
+from nblaunch.notebook.record import Record, profile_html, record_of
 
 TAIL_LINES = 20
 
@@ -36,6 +38,8 @@ class LaunchModel(View):
         self.outputs = OutputStore()
         self.state = PanelState(0)
         self.info: LaunchInfo | None = None
+        self.trace: Path | None = None
+        """Of the last profile."""
         self.ended_at = 0.0
         """In seconds since the epoch; 0.0: it runs."""
         self._seconds: Callable[[], float] = lambda: 0.0
@@ -73,6 +77,9 @@ class LaunchModel(View):
                 self.state.set_countdown(text)
             case StacksShown(texts):
                 self.state.set_stacks(self.now(), texts)
+            case ProfileShown(profile):
+                self.trace = profile.trace
+                self.state.set_profile(self.now(), profile_html(profile), has_trace=profile.trace is not None)
             case Ended(outcome):
                 self.state.end(outcome)
                 self.ended_at = outcome.at

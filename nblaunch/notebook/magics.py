@@ -72,7 +72,7 @@ _GROUPS = {
     "common options": ("num_processes", "output", "device", "timeout", "block", "detach"),
     "sessions": ("session", "fresh", "ranks"),
     "where ranks run": ("engine", "num_nodes", "backend", "start_method", "threads_per_rank", "preload"),
-    "what is shown": ("view", "metric_patterns"),
+    "what is shown": ("view", "profile", "metric_patterns"),
     "failing and stopping": ("stop_grace", "max_restarts", "on_error", "on_breakpoint", "checks"),
     "scripts": ("export", "sbatch", "force"),
 }

@@ -168,6 +168,15 @@ class StacksEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileEntry:
+    """The last profile, as safe HTML, its time in seconds since the launch began, and whether there is a trace."""
+
+    time: float
+    html: str
+    has_trace: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StuckEntry:
     """Why ranks wait in a collective, and the ranks to debug; no lines: they have gone on."""
 
@@ -233,6 +242,7 @@ class Changes:
     notes: Sequence[NoteEntry] | None = None
     failure: FailureEntry | None = None
     stacks: StacksEntry | None = None
+    profile: ProfileEntry | None = None
     stuck: StuckEntry | None = None
 
 
@@ -265,7 +275,7 @@ class Acknowledged:
     """A click has arrived; done if the launch had already ended."""
 
     kind: Literal["acknowledged"] = "acknowledged"
-    action: Literal["stop", "kill", "done"]
+    action: Literal["stop", "kill", "profile", "done"]
     launch: str
 
 
@@ -278,7 +288,17 @@ class RecordText:
     text: str
 
 
-ToPage = Delta | Snapshot | Acknowledged | RecordText
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracePart:
+    """Bytes of a trace, in the message's buffer, one part after the other; size is that of the whole. 0: it is gone."""
+
+    kind: Literal["trace"] = "trace"
+    name: str
+    offset: int
+    size: int
+
+
+ToPage = Delta | Snapshot | Acknowledged | RecordText | TracePart
 
 
 # ------------------------------------------------------------------ from the page
@@ -286,7 +306,7 @@ ToPage = Delta | Snapshot | Acknowledged | RecordText
 class Request:
     """A click; "record": for the notebook; "look": at a debugger; "seen": a page shows the panel, or its end."""
 
-    kind: Literal["stop", "kill", "stacks", "record", "look", "seen"]
+    kind: Literal["stop", "kill", "stacks", "profile", "trace", "record", "look", "seen"]
     launch: str
     rank: int | None = None
 
@@ -313,7 +333,7 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
     """Return the message of a page; None if it is malformed or of an unknown kind."""
     try:
         match content["kind"]:
-            case "stop" | "kill" | "stacks" | "record" | "seen" as kind:
+            case "stop" | "kill" | "stacks" | "profile" | "trace" | "record" | "seen" as kind:
                 return Request(kind, str(content["launch"]))
             case "look" if (rank := int(content["rank"])) >= 0:
                 return Request("look", str(content["launch"]), rank)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from nblaunch.launch import run_folders
@@ -43,6 +44,7 @@ from nblaunch.notebook.page_messages import (
     Request,
     Resync,
     Snapshot,
+    TracePart,
     from_content,
     to_content,
 )
@@ -64,6 +66,7 @@ _SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 _BYTES_PER_MESSAGE = (200 << 10) * _SEND_INTERVAL_S
 """With the record, which may follow at the end, the panel stays below 256 KB a second."""
+_TRACE_PART_BYTES = 1 << 20
 HEARTBEAT_INTERVAL_S = 2.0
 """Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 _FIRST_SAMPLE_INTERVAL_S = 0.2
@@ -91,7 +94,7 @@ class PanelView(View):
         self._widget: Any = None
         self._is_retired = False
         self._resyncs: list[Resync] = []
-        self._needs_record = False
+        self._needs_record = self._needs_trace = False
         self._needs_last = True
         """The page must be told once that nothing follows."""
         self._sender: threading.Thread | None = None
@@ -256,7 +259,7 @@ class PanelView(View):
         with self._lock:
             model = self._model
             is_sent = not (model.state.is_changed or model.feed.has_more or model.outputs.has_more)
-            is_asked = self._resyncs or self._needs_record or self._needs_last
+            is_asked = self._resyncs or self._needs_record or self._needs_trace or self._needs_last
             over = self._over.is_set() and is_sent and not is_asked
             if self._widget is None or over:
                 self._sender = None
@@ -291,8 +294,11 @@ class PanelView(View):
             elif self._needs_record:
                 record, self._needs_record = model.record(), False
             changes = model.state.delta() if snapshot is None else None
+            needs_trace, self._needs_trace = self._needs_trace, False
         if widget is None:
             return
+        if needs_trace and model.trace is not None:
+            _send_trace(widget, model.trace)
         if record is not None:
             html = as_html(record)
             content = to_content(RecordText(html=html, text=as_text(html)))
@@ -334,6 +340,10 @@ class PanelView(View):
                         self._send_in_background()
                         if self._over.is_set():
                             self._is_recorded.set()
+                elif kind == "trace":
+                    with self._lock:
+                        self._needs_trace = True
+                        self._send_in_background()
                 elif kind == "seen":
                     self._has_page = True
                     self._is_seen = self._over.is_set()
@@ -350,11 +360,26 @@ class PanelView(View):
                 controls.console.look(rank)
             case "stacks" if controls is not None and not done:
                 controls.ask_stacks()
+            case "profile" if controls is not None and widget is not None:
+                if not done:
+                    controls.ask_profile()
+                widget.send(to_content(Acknowledged(action="profile", launch=launch)))
             case "stop" | "kill" if widget is not None:
                 if controls is not None and not done:
                     controls.kill() if kind == "kill" else controls.stop()
                 action: Any = "done" if done else kind
                 widget.send(to_content(Acknowledged(action=action, launch=launch)))
+
+
+def _send_trace(widget: Any, path: Path) -> None:
+    """Send a file that the reader wants to save, without a limit of the rate: nothing else follows so closely."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            while data := file.read(_TRACE_PART_BYTES):
+                widget.send(to_content(TracePart(name=path.name, offset=file.tell() - len(data), size=size)), [data])
+    except OSError:  # removed with the logs
+        widget.send(to_content(TracePart(name=path.name, offset=0, size=0)))
 
 
 def unseen_panels(heard_until: float) -> list[LaunchInfo]:

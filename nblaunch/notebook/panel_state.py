@@ -24,6 +24,7 @@ from nblaunch.notebook.page_messages import (
     NoteEntry,
     OutputsEntry,
     PointEntry,
+    ProfileEntry,
     ProgressEntry,
     RankEntry,
     ResourceEntry,
@@ -94,6 +95,7 @@ class PanelState:
         self.notes: list[NoteEntry] = []
         self.failure: Failure | None = None
         self.stacks: StacksEntry | None = None
+        self.profile: ProfileEntry | None = None
         self.stuck = StuckEntry((), ())
         self._has_noted_limit = False
         self._changed: dict[str, set[int]] = {}
@@ -199,6 +201,10 @@ class PanelState:
         entries = [StackEntry(rank, text[:_MAX_TEXT_LENGTH]) for rank, text in texts.items()]
         self.stacks = StacksEntry(round(now, 2), entries)
         self._mark("stacks")
+
+    def set_profile(self, now: float, html: str, *, has_trace: bool) -> None:
+        self.profile = ProfileEntry(round(now, 2), html, has_trace)
+        self._mark("profile")
 
     def end(self, outcome: Outcome) -> None:
         self.pids.clear()

@@ -36,6 +36,7 @@ from nblaunch.notebook.charts import (
 )
 from nblaunch.notebook.page_messages import OutputContent
 from nblaunch.notebook.panel_state import PanelState
+from nblaunch.profiles.profile import PARTS, Part, Profile
 
 FAILED_COLOUR = "#d64a3f"
 MONO = "font-size:12px;line-height:1.5;word-break:normal"
@@ -116,6 +117,8 @@ class Record:
     launch_id: str = ""
     """The page's script shows the live panel in place of the record with this id."""
     outputs: Sequence[RankOutputs] = ()
+    profile: str = ""
+    """The last profile, as safe HTML."""
 
     def summaries(self) -> list[list[Summary]]:
         return summarise(self.metrics, self.charts, self.best, self.numbered)
@@ -151,6 +154,7 @@ def record_of(
         log_dir=str(info.log_dir) if info else "",
         launch_id=info.launch_id if info else "",
         outputs=outputs,
+        profile=state.profile.html if state.profile is not None else "",
     )
 
 
@@ -192,6 +196,7 @@ def as_html(record: Record) -> str:
         _failure(record.failure) if record.failure else message if record.message.strip() else "",
         _outputs(record.outputs),
         _metrics(record, record.summaries()),
+        f'<div style="margin-top:10px">{record.profile}</div>' if record.profile else "",
         _notice(COLOURS[0], "".join(f"<div>{note}</div>" for note in notes)) if record.notes else "",
         _tails(record),
         f'<div style="margin-top:4px;font-size:11px;{DIM}">Logs: {log_dir}</div>' if record.log_dir else "",
@@ -298,6 +303,100 @@ def _tail(tail: RankTail, ranks: int, *, is_open: bool) -> str:
     preview_text = f' <code style="{DIM};background:transparent">{_text(last, 80)}</code>' if last else ""
     title = f"<b>rank {tail.rank}</b>{preview_text}"
     return _folded(title, f'<pre style="{PRE}">{before}{lines}</pre>', is_open=is_open)
+
+
+# ------------------------------------------------------------------ profiles
+_PART_COLOURS: dict[Part, str] = {
+    "compute": COLOURS[0],
+    "communication": COLOURS[3],
+    "waiting": FAILED_COLOUR,
+    "data": COLOURS[1],
+    "optimizer": COLOURS[2],
+    "other": MEAN_COLOUR,
+}
+_MAX_PROFILED = 32
+"""Ranks whose bars are shown."""
+_MAX_COLUMNS = 8
+"""Ranks with a column in the table of operations."""
+_CELL = "padding:1px 8px;text-align:right;white-space:nowrap"
+_FIRST_CELL = "padding:1px 8px 1px 0;text-align:left"
+_BARS = "width:100%;min-width:120px;height:13px;overflow:hidden;white-space:nowrap;font-size:0;border-radius:2px"
+
+
+def profile_html(profile: Profile) -> str:
+    """Return a profile as HTML of some 10 KB, for records and panels."""
+    parts = [f"<div><b>{_text(profile.sentence, 500)}</b></div>"]
+    parts += [f'<div style="{DIM}">{_text(said, 500)}</div>' for said in profile.said_of_missing]
+    if profile.ranks:
+        parts.append(_shares(profile))
+    if profile.operations:
+        parts.append(_folded("Operations that took the most time", _operations(profile)))
+    if profile.trace is not None:
+        path = f'<code style="background:transparent">{_text(str(profile.trace), _MAX_LINE_LENGTH)}</code>'
+        parts.append(
+            f'<div style="margin-top:4px;font-size:11px;{DIM}">Trace, for https://ui.perfetto.dev: {path}</div>'
+        )
+    return "".join(parts)
+
+
+def _shares(profile: Profile) -> str:
+    is_gpu = profile.ranks[0].has_gpu
+    names = [
+        f'<span style="color:{colour}">■</span>&nbsp;{_part_name(part, is_gpu)}'
+        for part, colour in _PART_COLOURS.items()
+    ]
+    head = _row(["", "steps/s", *names, ""], is_head=True)
+    rows = []
+    for each in profile.ranks[:_MAX_PROFILED]:
+        shares = {part: each.share(part) for part in PARTS}
+        bar = "".join(
+            f'<span title="{_part_name(part, is_gpu)} {share:.0%}" style="display:inline-block;height:13px;'
+            f'width:{100 * share:.2f}%;background:{_PART_COLOURS[part]}"></span>'
+            for part, share in shares.items()
+            if share > 0
+        )
+        rate = f"{each.steps_per_second:.3g}" if each.steps else "–"
+        percents = [f"{share:.0%}" if share >= 0.005 else f'<span style="{DIM}">0%</span>' for share in shares.values()]
+        bars = f'<td style="width:60%;padding:1px 0 1px 8px"><div style="{_BARS}">{bar}</div></td>'
+        rows.append(_row([f"rank&nbsp;{each.rank}", rate, *percents], more=bars))
+    more = len(profile.ranks) - _MAX_PROFILED
+    said = f"<div>and {counted(more, 'more rank')}</div>" if more > 0 else ""
+    return _table([head, *rows]) + said
+
+
+def _part_name(part: Part, is_gpu: bool) -> str:
+    return "idle GPU" if part == "other" and is_gpu else part
+
+
+def _operations(profile: Profile) -> str:
+    ranks = [each.rank for each in profile.ranks][:_MAX_COLUMNS]
+    rows = [_row(["", "line", *(f"rank&nbsp;{rank}" for rank in ranks)], is_head=True)]
+    for each in profile.operations:
+        times = [
+            f'{1000 * each.seconds[rank]:,.0f}&nbsp;ms <span style="{DIM}">{each.calls[rank]:,}×</span>'
+            if rank in each.seconds
+            else "–"
+            for rank in ranks
+        ]
+        name = f'<span title="{_text(each.name, 300, in_attribute=True)}">{_text(each.name, 60)}</span>'
+        place = f'<code style="background:transparent">{_text(str(each.place), 120)}</code>' if each.place else ""
+        rows.append(_row([name, place, *times], left=2))
+    return _table(rows)
+
+
+def _table(rows: Sequence[str]) -> str:
+    return f'<table style="border-collapse:collapse;width:100%;margin-top:6px;font-size:12px">{"".join(rows)}</table>'
+
+
+def _row(cells: Sequence[str], *, more: str = "", left: int = 1, is_head: bool = False) -> str:
+    tag = "th" if is_head else "td"
+    styles = [_FIRST_CELL] * left + [_CELL] * (len(cells) - left)
+    weight = ";font-weight:normal" * is_head
+    return (
+        "<tr>"
+        + "".join(f'<{tag} style="{style}{weight}">{cell}</{tag}>' for style, cell in zip(styles, cells, strict=True))
+        + f"{more}</tr>"
+    )
 
 
 # ------------------------------------------------------------------ metrics

@@ -16,7 +16,18 @@ from nblaunch.machine import processes, timeouts
 from nblaunch.ranks import process_group
 from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
-from nblaunch.wire.messages import Asked, Closed, Free, Interrupt, Interrupted, Look, Opened, Task, Typed
+from nblaunch.wire.messages import (
+    Asked,
+    Closed,
+    Free,
+    Interrupt,
+    Interrupted,
+    Look,
+    Opened,
+    StartProfile,
+    Task,
+    Typed,
+)
 
 _SIGNAL_AGAIN_AFTER_S = (0.05, 0.2, 0.8)
 
@@ -39,6 +50,7 @@ class KernelChannel:
         self.armed = False
         """Whether SIGINT raises KeyboardInterrupt now."""
         self.keyboard = Keyboard(self)
+        self.profile: Callable[[StartProfile], None] = lambda asked: None
         self._asked = 0
         """The last task that the kernel wants to interrupt."""
         self._seen = 0
@@ -137,6 +149,8 @@ class KernelChannel:
                     self.keyboard.lines.put(message)
                 elif isinstance(message, Look) and message.task == self.task:
                     self.keyboard.look(message)
+                elif isinstance(message, StartProfile) and message.task == self.task:
+                    self.profile(message)
         finally:
             self._arriving.put(None)
             self.keyboard.wake()

@@ -43,6 +43,7 @@ from nblaunch.ranks.changed_values import content_of, unreturned
 from nblaunch.ranks.collective_log import collective_log, cut_kernel
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.namespace import Namespace
+from nblaunch.ranks.profiler import Profiler
 from nblaunch.ranks.report import Context, Interrupted, current, enter
 from nblaunch.transfer import cell_effects, definitions, parameters
 from nblaunch.transfer.parcel import pack, unpack
@@ -170,6 +171,8 @@ class _Rank:
         self.spec, self.link, self.load = spec, link, load
         self.home = Namespace(spec.rank) if spec.is_kept else None
         self.breakpoints = Breakpoints(link.keyboard)
+        self.profiler = Profiler(spec, link.send)
+        link.profile = self.profiler.begin
         if self.home is not None:
             self.home.examine = self.breakpoints.examine
             processes.become_subreaper()  # another rank's death must not cost this rank's orphans
@@ -214,6 +217,7 @@ class _Rank:
         try:
             result, changed = self.work(task, fds)
         except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+            self.profiler.end_task(waits=False)
             cut_kernel(error)
             failed = error_report.describe(self.spec.rank, task.task, error, was_interrupted=self.link.is_stopping)
             self.breakpoints.end_task()
@@ -227,6 +231,7 @@ class _Rank:
                 error_report.call_hook(error)
             return code
         self.breakpoints.end_task()
+        self.profiler.end_task(waits=not self.link.is_stopping)
         _flush()
         self.send_names(task)
         return self.send_result(result, changed)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nblaunch.machine.inventory import Process
 from nblaunch.wire.tables import Begun
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 MAX_BOUND = 2_000
@@ -498,6 +498,32 @@ class Look:
 
 FromDebugger = Opened | Printed | Asked | Closed
 ToDebugger = Typed | Look
+
+
+# ------------------------------------------------------------------ profiles
+@dataclass(frozen=True, slots=True)
+class StartProfile:
+    """Kernel -> rank: record for some seconds what you do, beginning now or after the next step of an optimizer."""
+
+    task: int
+    number: int
+    seconds: float
+    after_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """Rank -> kernel: the recording of this number has begun, or is over: then its descriptors are its two files."""
+
+    rank: int
+    task: int
+    number: int
+    has_begun: bool = False
+    problem: str = ""
+    """Why there is no recording."""
+
+
+ToRank = ToDebugger | StartProfile
 
 
 # ------------------------------------------------------------------ engines

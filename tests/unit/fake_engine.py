@@ -25,7 +25,7 @@ from nblaunch.wire.messages import (
     Running,
     Swept,
     Task,
-    ToDebugger,
+    ToRank,
 )
 from nblaunch.wire.tables import Begun, Dropped
 
@@ -139,7 +139,7 @@ class FakeWorker:
     def free(self, task: int) -> None:
         """It waits in no collective."""
 
-    def tell(self, message: ToDebugger) -> None:
+    def tell(self, message: ToRank) -> None:
         """No debugger is open in it."""
 
     def signal(self, signum: int, group: bool = False) -> None:

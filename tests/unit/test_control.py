@@ -39,6 +39,9 @@ class FakeLaunch:
     def ask_stacks(self, timeout: float = 0.0) -> None:
         self.asked.append(f"stacks in {timeout} s")
 
+    def ask_profile(self, seconds: float = 0.0) -> None:
+        self.asked.append(f"a profile of {seconds} s")
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ControlServer]:

@@ -48,6 +48,16 @@ export class HeaderView {
       },
       "Stacks",
     );
+    this.profile = el(
+      "button",
+      {
+        type: "button",
+        class: "nbl-button",
+        title: "Record for 2 s where the time of each rank goes, without stopping it",
+        on_click: () => kernel.profile(),
+      },
+      "Profile",
+    );
     this.restart = el("button", {
       type: "button",
       class: "nbl-button nbl-restart",
@@ -69,7 +79,14 @@ export class HeaderView {
         this.where,
         this.attempt,
       ),
-      el("div", { class: "nbl-buttons", role: "group", "aria-label": "Launch" }, this.stop, this.stacks, this.restart),
+      el(
+        "div",
+        { class: "nbl-buttons", role: "group", "aria-label": "Launch" },
+        this.stop,
+        this.stacks,
+        this.profile,
+        this.restart,
+      ),
       this.notice,
       this.spoken,
     );
@@ -79,7 +96,8 @@ export class HeaderView {
     const { panel } = this;
     const { kernel, state } = panel;
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");
-    for (const button of [this.stop, this.stacks, this.restart]) button.hidden = !panel.active;
+    for (const button of [this.stop, this.stacks, this.profile, this.restart]) button.hidden = !panel.active;
+    this.profile.disabled = kernel.isProfiling;
     const kills = kernel.asked || state.name === "stopping";
     const isSession = panel.info.is_session;
     setText(this.stop, kills ? (isSession ? "Kill ranks, lose variables" : "Kill now") : "Stop");

@@ -46,6 +46,7 @@ export class KernelLink {
     /** @type {"" | "stop" | "kill"} */ this.asked = "";
     this.again = false; // a second click came before the acknowledgement of the first
     this.armed = false;
+    this.isProfiling = false;
     /** @type {string} the status by which the kernel has exited */ this.gone = "";
     /** @type {Map<string, any>} */ this.timers = new Map();
     this.resyncWait = RESYNC_PAUSE_MS;
@@ -98,6 +99,7 @@ export class KernelLink {
   /** @param {import("./page_messages.js").Acknowledged["action"]} action @param {string} launch */
   acknowledged(action, launch) {
     if (launch !== this.launch.id) return;
+    if (action === "profile") return this.#cancel("profile");
     if (action === "stop" && this.asked === "kill") return; // late: it answers the click before
     this.#cancel("ack");
     this.#cancel("patience");
@@ -120,6 +122,7 @@ export class KernelLink {
     if (!ACTIVE_STATES.includes(state)) {
       this.#cancel("ack");
       this.#cancel("look");
+      this.profileCame();
       this.#forget();
     }
   }
@@ -134,6 +137,30 @@ export class KernelLink {
 
   stacksCame() {
     this.#cancel("stacks");
+  }
+
+  /** Ask for a profile, which the kernel acknowledges at once. */
+  profile() {
+    this.isProfiling = true;
+    this.send({ kind: "profile", launch: this.launch.id });
+    this.launch.notify("Recording what the ranks do …");
+    this.#after("profile", ANSWER_TIMEOUT_MS, () => {
+      this.isProfiling = false;
+      this.launch.notify("No profile: the kernel does not answer while a cell runs.");
+    });
+    this.launch.changed();
+  }
+
+  profileCame() {
+    this.#cancel("profile");
+    this.isProfiling = false;
+    this.launch.notify("");
+  }
+
+  /** Ask for the trace of the last profile, to save it. */
+  trace() {
+    this.launch.notify("");
+    this.send({ kind: "trace", launch: this.launch.id });
   }
 
   /** Open the debugger on a rank: its prompt comes in the cell. @param {number} rank */
@@ -242,7 +269,7 @@ export class KernelLink {
       if (!GONE_STATUSES.includes(status) || this.gone) return;
       this.gone = status;
       this.#forget();
-      for (const name of ["ack", "patience", "stacks", "resync", "silence", "look", "restart"]) this.#cancel(name);
+      for (const name of ["ack", "patience", "stacks", "profile", "resync", "silence", "look", "restart"]) this.#cancel(name);
       this.launch.notify("");
       this.launch.exited();
     };

@@ -50,6 +50,11 @@
  * @typedef {object} StacksEntry
  * @property {number} time
  * @property {StackEntry[]} ranks */
+/** The last profile, as safe HTML, its time in seconds since the launch began, and whether there is a trace.
+ * @typedef {object} ProfileEntry
+ * @property {number} time
+ * @property {string} html
+ * @property {boolean} has_trace */
 /** Why ranks wait in a collective, and the ranks to debug; no lines: they have gone on.
  * @typedef {object} StuckEntry
  * @property {string[]} lines
@@ -94,6 +99,7 @@
  * @property {NoteEntry[]} [notes]
  * @property {FailureEntry} [failure]
  * @property {StacksEntry} [stacks]
+ * @property {ProfileEntry} [profile]
  * @property {StuckEntry} [stuck] */
 /** What has changed. Without content it is a heartbeat; last if the launch has ended, and nothing else follows.
  * @typedef {object} Delta
@@ -114,16 +120,24 @@
 /** A click has arrived; done if the launch had already ended.
  * @typedef {object} Acknowledged
  * @property {"acknowledged"} kind
- * @property {"stop" | "kill" | "done"} action
+ * @property {"stop" | "kill" | "profile" | "done"} action
  * @property {string} launch */
 /** The record as it is now: what the notebook's output holds.
  * @typedef {object} RecordText
  * @property {"record"} kind
  * @property {string} html
  * @property {string} text */
-/** A click; "record": for the notebook; "look": at a debugger; "seen": a page shows the panel, or its end.
+/** Bytes of a trace, in the message's buffer, one part after the other; size is that of the whole. 0: it is gone.
+ * @typedef {object} TracePart
+ * @property {"trace"} kind
+ * @property {string} name
+ * @property {number} offset
+ * @property {number} size */
+/** A click; "trace": of the profile, "record": for the notebook; "look": at a debugger; "seen": a page shows the
+    panel, or its end.
+    
  * @typedef {object} Request
- * @property {"stop" | "kill" | "stacks" | "record" | "look" | "seen"} kind
+ * @property {"stop" | "kill" | "stacks" | "profile" | "trace" | "record" | "look" | "seen"} kind
  * @property {string} launch
  * @property {number} [rank] */
 /** The page may have missed messages: it asks for a snapshot, and for the logs from these ends.
@@ -131,7 +145,7 @@
  * @property {"resync"} kind
  * @property {number} request
  * @property {LogEnd[]} logs */
-/** @typedef {Delta | Snapshot | Acknowledged | RecordText} ToPage */
+/** @typedef {Delta | Snapshot | Acknowledged | RecordText | TracePart} ToPage */
 /** @typedef {Request | Resync} FromPage */
 
 export {};

@@ -5,6 +5,7 @@ import { el } from "./format.js";
 import { LogView } from "./log_view.js";
 import { MetricsView } from "./metrics.js";
 import { OutputsView } from "./outputs.js";
+import { ProfileView } from "./profile.js";
 import { RanksView } from "./ranks.js";
 import { RecordKeeper } from "./record.js";
 import { PanelState } from "./state.js";
@@ -61,6 +62,7 @@ function draw(panel, host) {
     new FailureView(panel, showLog),
     new RanksView(panel, showLog),
     new StacksView(panel),
+    new ProfileView(panel),
     new OutputsView(panel),
     metrics,
     logs,

@@ -1,6 +1,7 @@
 // The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
 import { OutputStore } from "./output_store.js";
+import { TraceFile } from "./profile.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
@@ -27,6 +28,7 @@ const NO_INFO = { launch: "", name: "", world_size: 0, ranks: "", device: "", ru
  * @property {string} height of the log, if the reader changed it
  * @property {boolean} wrap long lines of the log
  * @property {number | null} closed time of the stacks that the reader closed
+ * @property {number | null} closedProfile time of the profile that the reader closed
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open
  * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen */
@@ -43,6 +45,7 @@ function freshReading() {
     height: "",
     wrap: true,
     closed: null,
+    closedProfile: null,
     traceback: true,
     others: false,
     opened: new Map(),
@@ -90,6 +93,8 @@ export class PanelState {
     /** @type {Map<number, Use>} */ this.resources = new Map();
     /** @type {FailureEntry | null} */ this.failure = null;
     /** @type {import("./page_messages.js").StacksEntry | null} */ this.stacks = null;
+    /** @type {import("./page_messages.js").ProfileEntry | null} */ this.profile = null;
+    this.trace = new TraceFile((text) => (this.notice = text));
     this.metrics = new MetricBook();
     this.#clear();
     this.kernel = new KernelLink(model, this.#launch(), clock);
@@ -166,6 +171,8 @@ export class PanelState {
       case "record":
         this.keeper?.keep(message);
         return this.kernel.recordCame();
+      case "trace":
+        return this.trace.add(message, bytes);
       case "snapshot":
         this.seq = message.seq;
         this.highest = Math.max(this.highest, message.seq);
@@ -196,7 +203,7 @@ export class PanelState {
     for (let rank = 0; rank < this.info.world_size; rank++) this.ranks.set(rank, "starting");
     this.progress.clear();
     this.resources.clear();
-    this.failure = this.stacks = null;
+    this.failure = this.stacks = this.profile = null;
     this.stuck = { lines: [], ranks: [] };
     this.outputs.clear();
     this.metrics = new MetricBook();
@@ -221,6 +228,10 @@ export class PanelState {
     if (changes.stacks) {
       this.stacks = changes.stacks;
       this.kernel.stacksCame();
+    }
+    if (changes.profile) {
+      this.profile = changes.profile;
+      this.kernel.profileCame();
     }
   }
 

@@ -1,0 +1,61 @@
+// Where the time of the ranks goes: the last profile, and its trace as a file to save.
+import { el, setText } from "./format.js";
+
+export class ProfileView {
+  /** @param {import("./state.js").PanelState} panel */
+  constructor(panel) {
+    this.panel = panel;
+    this.title = el("strong", {});
+    this.body = el("div", { class: "nbl-profile" });
+    const button = { type: "button", class: "nbl-button nbl-small" };
+    const save = { ...button, title: "Save the trace of all ranks, for https://ui.perfetto.dev" };
+    this.save = el("button", { ...save, on_click: () => panel.kernel.trace() }, "Save trace");
+    const close = el("button", { ...button, "aria-label": "Close the profile", on_click: () => this.#close() }, "Close");
+    this.node = el(
+      "section",
+      { class: "nbl-stacks", "aria-label": "Profile", hidden: true },
+      el("div", { class: "nbl-bar" }, this.title, el("span", { class: "nbl-buttons" }, this.save, close)),
+      this.body,
+    );
+    /** @type {unknown} */ this.drawn = null;
+  }
+
+  #close() {
+    this.panel.reading.closedProfile = this.panel.profile?.time ?? null; // a snapshot may bring it again
+    this.panel.changed();
+  }
+
+  update() {
+    const { reading } = this.panel;
+    const profile = this.panel.profile?.time === reading.closedProfile ? null : this.panel.profile;
+    if (profile === this.drawn) return;
+    this.drawn = profile;
+    this.node.hidden = !profile;
+    if (!profile) return this.body.replaceChildren();
+    setText(this.title, `Where the time went, until ${Number(profile.time).toFixed(1)} s`);
+    this.save.hidden = !profile.has_trace;
+    this.body.innerHTML = profile.html; // the record has the same HTML
+  }
+}
+
+/** Puts the parts of a trace together, and saves the file where the page can. */
+export class TraceFile {
+  /** @param {(text: string) => void} notify */
+  constructor(notify) {
+    this.notify = notify;
+    /** @type {Uint8Array[]} */ this.parts = [];
+  }
+
+  /** @param {import("./page_messages.js").TracePart} part @param {Uint8Array} bytes */
+  add({ name, offset, size }, bytes) {
+    if (!size) return this.notify("The trace is gone: it was removed with the logs of the launch.");
+    if (!offset) this.parts = [];
+    this.parts.push(bytes.slice());
+    if (offset + bytes.length < size) return;
+    const blob = new Blob(/** @type {any[]} */ (this.parts), { type: "application/gzip" });
+    this.parts = [];
+    const link = el("a", { href: URL.createObjectURL(blob), download: name });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+}

@@ -1,0 +1,292 @@
+"""A profile: what each rank did with its time, and what one sentence says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from nblaunch.machine.segments import in_words
+
+if TYPE_CHECKING:
+    import pandas
+
+Part = Literal["compute", "communication", "waiting", "data", "optimizer", "other"]
+PARTS: tuple[Part, ...] = get_args(Part)
+_WORDS: dict[Part, str] = {
+    "compute": "computation",
+    "data": "data loading",
+    "optimizer": "optimizer",
+    "other": "code outside of torch",
+}
+_MIN_WAITING = 0.1
+_MIN_COMMUNICATION = _MIN_DATA = 0.25
+_MIN_OTHER = 0.4
+"""Shares from which the sentence is about it."""
+_MIN_LATE = 0.6
+"""Share of the waiting that one rank has caused, from which it is the cause."""
+_MAX_PLACE = 100
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's."""
+
+    file: str
+    line: int
+    text: str = ""
+    """As the notebook names it, such as ``Cell In[3], line 7: loss.backward()``."""
+
+    def __str__(self) -> str:
+        text = self.text or f"{self.file}, line {self.line}"
+        return text if len(text) <= _MAX_PLACE else text[:_MAX_PLACE] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What one rank did.
+
+    Attributes:
+        seconds: The time that was looked at: from the end of the first recorded step to that of the last, or all that
+            was recorded.
+        steps: Optimizer steps in that time.
+        parts: The seconds of each part, by name.
+        late: Seconds that other ranks waited in collectives for this rank, which came last.
+        has_gpu: The parts are those of its GPU; ``other`` is the time in which the GPU was idle.
+        places: The user's line that was executed most in each part, where it is known.
+    """
+
+    rank: int
+    seconds: float
+    steps: int
+    parts: Mapping[Part, float]
+    late: float = 0.0
+    has_gpu: bool = False
+    places: Mapping[Part, Place] = field(default_factory=dict)
+
+    def share(self, part: Part) -> float:
+        return self.parts[part] / self.seconds if self.seconds else 0.0
+
+    @property
+    def steps_per_second(self) -> float:
+        return self.steps / self.seconds if self.seconds else 0.0
+
+    def cost(self, part: Part) -> float:
+        """Return the seconds of a part in one step; of code without an optimizer, in one second."""
+        return self.parts[part] / (self.steps or self.seconds or 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of torch, a kernel of the GPU, or a collective.
+
+    Attributes:
+        seconds: By rank: the time in it, without the operations that it calls; of a collective, without the time in
+            which the rank computes meanwhile.
+        calls: By rank.
+        place: The user's line that calls it most often; None if unknown.
+    """
+
+    name: str
+    seconds: Mapping[int, float]
+    calls: Mapping[int, int]
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The kind of collective that took the most time: its bytes in each rank, and its calls in one step or second."""
+
+    call: str
+    size: int
+    calls: float
+
+
+class Summary(Sequence[Mapping[str, float]]):
+    """The table of a profile: a row for each rank, with its rate and the share of each part."""
+
+    def __init__(self, ranks: Sequence[RankProfile]) -> None:
+        self._rows = [
+            {
+                "rank": each.rank,
+                "seconds": each.seconds,
+                "steps_per_second": each.steps_per_second,
+                **{part: each.share(part) for part in PARTS},
+            }
+            for each in ranks
+        ]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, float]]:
+        return iter(self._rows)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a DataFrame with one row per rank: rank, seconds, steps_per_second, and the share of each part (0..1).
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        import pandas
+
+        return pandas.DataFrame(self._rows)
+
+    def __repr__(self) -> str:
+        lines = ["rank  steps/s  " + "  ".join(PARTS)]
+        for row in self._rows:
+            rate = f"{row['steps_per_second']:.3g}" if row["steps_per_second"] else "-"
+            shares = (f"{row[part]:.0%}".rjust(len(part)) for part in PARTS)
+            lines.append(f"{row['rank']:>4}  {rate:>7}  " + "  ".join(shares))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What the ranks of a launch did with their time, as `Launch.profile` returns it.
+
+    Attributes:
+        ranks: What each rank did.
+        operations: The ten operations that took the ranks the most time, the dearest first.
+        missing: Why a rank is not in the profile, by rank.
+        trace: The merged trace of all ranks on one clock, for https://ui.perfetto.dev; None: there is none.
+    """
+
+    ranks: Sequence[RankProfile]
+    operations: Sequence[Operation] = ()
+    traffic: Traffic | None = None
+    missing: Mapping[int, str] = field(default_factory=dict)
+    trace: Path | None = None
+
+    @property
+    def summary(self) -> Summary:
+        """The shares of each rank, as a table with ``to_pandas()``."""
+        return Summary(self.ranks)
+
+    @property
+    def sentence(self) -> str:
+        """What takes the time, in one sentence."""
+        return sentence_of(self)
+
+    @property
+    def said_of_missing(self) -> list[str]:
+        by_reason: dict[str, list[int]] = {}
+        for rank, reason in self.missing.items():
+            by_reason.setdefault(reason, []).append(rank)
+        return [f"Not in this profile: {_named(ranks)}: {reason}" for reason, ranks in by_reason.items()]
+
+    def __repr__(self) -> str:
+        lines = [self.sentence, *self.said_of_missing]
+        if self.ranks:
+            lines.append(repr(self.summary))
+        lines += [f"{_cost(each)}  {each.name}{f'  {each.place}' if each.place else ''}" for each in self.operations]
+        return "\n".join([*lines, *([f"Trace: {self.trace}"] if self.trace else [])])
+
+    # -------------------------------------------------------------- files
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "trace": str(self.trace) if self.trace else None}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Profile:
+        """Return the profile of `to_json`, also after JSON has made its keys strings."""
+        return cls(
+            [
+                RankProfile(**{**each, "places": {part: Place(**place) for part, place in each["places"].items()}})
+                for each in content["ranks"]
+            ],
+            [
+                Operation(
+                    each["name"],
+                    _by_rank(each["seconds"]),
+                    _by_rank(each["calls"]),
+                    Place(**each["place"]) if each["place"] else None,
+                )
+                for each in content["operations"]
+            ],
+            Traffic(**content["traffic"]) if content["traffic"] else None,
+            _by_rank(content["missing"]),
+            Path(content["trace"]) if content["trace"] else None,
+        )
+
+
+def _by_rank(content: Mapping[Any, Any]) -> dict[int, Any]:
+    return {int(rank): value for rank, value in content.items()}
+
+
+def _cost(operation: Operation) -> str:
+    return f"{1000 * statistics.mean(operation.seconds.values()):7.1f} ms"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# ------------------------------------------------------------------ the sentence
+def sentence_of(profile: Profile) -> str:
+    """Return what takes the time: waiting first, then communication, data, and other code, if it takes much."""
+    ranks = profile.ranks
+    if not ranks:
+        return "No rank could be profiled."
+    waiting = {each.rank: each.share("waiting") for each in ranks}
+    latest = max(ranks, key=lambda each: each.late)
+    caused = sum(each.late for each in ranks)
+    others = [each for each in ranks if each is not latest]
+    if caused and latest.late >= _MIN_LATE * caused:
+        share = statistics.mean(waiting[each.rank] for each in others)
+        if share >= _MIN_WAITING:
+            who = f"Rank {others[0].rank} waits" if len(others) == 1 else "Ranks wait"
+            return f"{who} {share:.0%} of the time for rank {latest.rank}{_why_late(latest, others)}."
+    elif statistics.mean(waiting.values()) >= _MIN_WAITING:
+        share = statistics.mean(waiting.values())
+        return f"Ranks wait {share:.0%} of the time for each other: no single rank is the last."
+    means = {part: statistics.mean(each.share(part) for each in ranks) for part in PARTS}
+    if means["communication"] >= _MIN_COMMUNICATION:
+        return f"Communication is {means['communication']:.0%} of {_step(ranks)}{_traffic(profile.traffic, ranks)}."
+    if means["data"] >= _MIN_DATA:
+        return f"Data loading is {means['data']:.0%} of {_step(ranks)}{_at(ranks, 'data')}."
+    if means["other"] >= _MIN_OTHER:
+        what = "The GPU is idle for" if ranks[0].has_gpu else "Code outside of torch takes"
+        return f"{what} {means['other']:.0%} of {_step(ranks)}{_at(ranks, 'other')}."
+    even = f"The {len(ranks)} ranks are even: computation" if len(ranks) > 1 else "Computation"
+    return f"{even} is {means['compute']:.0%} of {_step(ranks)}."
+
+
+def _step(ranks: Sequence[RankProfile]) -> str:
+    return "a step" if all(each.steps for each in ranks) else "the time"
+
+
+def _at(ranks: Sequence[RankProfile], part: Part) -> str:
+    place = next((each.places[part] for each in ranks if part in each.places), None)
+    return f", most of it in {place}" if place else ""
+
+
+def _why_late(latest: RankProfile, others: Sequence[RankProfile]) -> str:
+    usual = {part: statistics.mean(each.cost(part) for each in others) for part in _WORDS}
+    part = max(_WORDS, key=lambda part: latest.cost(part) - usual[part])
+    own, excess = latest.cost(part), latest.cost(part) - usual[part]
+    if excess <= 0:
+        return ", which comes last to the collectives"
+    whose = "the other's" if len(others) == 1 else "the others'"
+    if own < 20 * usual[part]:
+        takes = f"takes {own / usual[part]:.1f} times as long as {whose}"
+    else:
+        per = "a step" if latest.steps else "each second"
+        takes = f"takes {1000 * own:.3g} ms of {per}, {whose} {1000 * usual[part]:.2g} ms"
+    place = latest.places.get(part)
+    return f", whose {_WORDS[part]} {takes}{f' ({place})' if place else ''}"
+
+
+def _traffic(traffic: Traffic | None, ranks: Sequence[RankProfile]) -> str:
+    if traffic is None:
+        return ""
+    per = "" if all(each.steps for each in ranks) else " each second"
+    said = f": {traffic.calls:.3g} × {traffic.call}{f' of {in_words(traffic.size)}' * bool(traffic.size)}{per}"
+    is_small = traffic.call.replace("_", "") == "allreduce" and 0 < traffic.size < _SMALL_BYTES
+    return said + ", and larger buckets would be fewer" * (is_small and traffic.calls > 2)

@@ -1,0 +1,159 @@
+"""The process that reads the recordings of all ranks, writes one trace, and prints the profile as JSON.
+
+A process of its own: to read the trace of a busy GPU takes seconds, in which neither a rank nor the kernel may stall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import gzip
+import json
+import os
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nblaunch.machine.processes import die_with_parent
+from nblaunch.profiles.profile import PARTS, Operation, Place, Profile, RankProfile, Traffic
+from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
+from nblaunch.profiles.timeline import Collective, Timeline, shift_of, timeline
+
+_MAX_OPERATIONS = 10
+_NICENESS = 10
+"""The ranks come first."""
+_PIDS_PER_RANK = 1000
+"""A rank has a pid for its process and one for each device in a merged trace."""
+
+
+def main(parent: int, trace: str, recordings: Sequence[tuple[int, int]]) -> None:
+    """Print the profile of recordings, each the descriptors of two files, and write their merged trace."""
+    die_with_parent(parent)
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):  # a session of its own shares the CPUs equally with others, however nice it is
+        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+    gc.disable()  # a million objects that stay would be visited again and again
+    print(json.dumps(summarise(recordings, Path(trace)).to_json()))  # noqa: T201  # the answer
+
+
+def summarise(recordings: Sequence[tuple[int, int]], trace: Path) -> Profile:
+    """Return the profile of these recordings, and write their merged trace. Closes the descriptors."""
+    timelines: list[Timeline] = []
+    origin = 0.0
+    partial = trace.with_name(f"{trace.name}.partial")
+    with gzip.open(partial, "wt", compresslevel=3) as merged:
+        merged.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for about_fd, trace_fd in recordings:
+            about, recorded = _read(about_fd), _read(trace_fd)
+            origin = origin or about["begin"] / 1e3
+            own = timeline(about, recorded, origin)
+            if timelines and own.host != timelines[0].host:  # their clocks differ
+                own_origin = origin + _lag(own, timelines[0])
+                own = timeline(about, recorded, own_origin)
+            else:
+                own_origin = origin
+            merged.write(", " * bool(timelines) + _events_text(own.rank, recorded, shift_of(recorded, own_origin)))
+            timelines.append(own)
+        merged.write("]}")
+    os.replace(partial, trace)
+    return replace(compare(timelines), trace=trace)
+
+
+def _read(fd: int) -> Any:
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        return json.loads(file.read().decode(errors="replace"), strict=False)
+
+
+def _events_text(rank: int, recorded: Mapping[str, Any], shift: float) -> str:
+    """Return the events of a rank, without the brackets, with pids and ids that no other rank has."""
+    pids: dict[Any, int] = {}
+    for event in recorded["traceEvents"]:
+        if "pid" in event:
+            number = pids.setdefault(event["pid"], len(pids))
+            event["pid"] = rank * _PIDS_PER_RANK + number
+            if event.get("name") == "process_name":
+                event["args"] = {"name": f"rank {rank}"}
+            elif event.get("name") == "process_sort_index":
+                event["args"] = {"sort_index": event["pid"]}
+        if "id" in event:
+            event["id"] = f"{rank}.{event['id']}"
+        if "ts" in event:
+            event["ts"] += shift
+    return json.dumps(recorded["traceEvents"])[1:-1]
+
+
+def _lag(own: Timeline, other: Timeline) -> float:
+    """Return how far the clock of one rank is ahead of another's: both see the same collectives end together."""
+    ends = {each.key: each.end for each in other.collectives if each.key is not None}
+    lags = [each.end - ends[each.key] for each in own.collectives if each.key in ends]
+    return statistics.median(lags) if lags else 0.0
+
+
+# ------------------------------------------------------------------ the ranks together
+def compare(timelines: Sequence[Timeline]) -> Profile:
+    """Return the profile of these ranks. In a collective, a rank waits until the last one has joined it."""
+    alike: dict[tuple[str, str, int], list[tuple[int, Collective]]] = {}
+    for number, each in enumerate(timelines):
+        for collective in each.collectives:
+            if collective.key is not None:
+                alike.setdefault(collective.key, []).append((number, collective))
+    waits: list[list[tuple[Span, int]]] = [[] for _ in timelines]
+    """Of each rank, with the number of the rank that it waits for."""
+    transfers: list[list[Span]] = [[] for _ in timelines]
+    for joined in alike.values():
+        last, late = max((collective.begin, number) for number, collective in joined)
+        for number, collective in joined:
+            begins = min(max(last, collective.begin), collective.end)
+            transfers[number].append((begins, collective.end))
+            if number != late:
+                waits[number].append(((collective.begin, begins), late))
+    lateness: defaultdict[int, float] = defaultdict(float)
+    ranks = []
+    for number, each in enumerate(timelines):
+        exposed = each.parts["communication"]
+        waiting = minus(overlap(union(span for span, _ in waits[number]), exposed), union(transfers[number]))
+        for span, late in waits[number]:
+            lateness[late] += total(within(waiting, *span)) / 1e6
+        seconds = {part: total(each.parts[part]) / 1e6 for part in PARTS}
+        seconds["waiting"] = total(waiting) / 1e6
+        seconds["communication"] -= seconds["waiting"]
+        length = (each.window[1] - each.window[0]) / 1e6
+        ranks.append(RankProfile(each.rank, length, each.steps, seconds, 0.0, each.has_gpu, dict(each.places)))
+    ranks = [replace(each, late=lateness[number]) for number, each in enumerate(ranks)]
+    return Profile(ranks, _dearest(timelines), _traffic(timelines[0]))
+
+
+def _dearest(timelines: Sequence[Timeline]) -> list[Operation]:
+    seconds: Counter[str] = Counter()
+    for each in timelines:
+        seconds.update({name: costs.seconds for name, costs in each.operations.items()})
+    operations = []
+    for name, _ in seconds.most_common(_MAX_OPERATIONS):
+        own = {each.rank: each.operations[name] for each in timelines if name in each.operations}
+        places = sum((costs.places for costs in own.values()), Counter[Place]())
+        operations.append(
+            Operation(
+                name,
+                {rank: costs.seconds for rank, costs in own.items()},
+                {rank: costs.calls for rank, costs in own.items()},
+                places.most_common(1)[0][0] if places else None,
+            )
+        )
+    return operations
+
+
+def _traffic(first: Timeline) -> Traffic | None:
+    """Return the collectives of one call and size that take a rank the most time."""
+    alike: dict[tuple[str, int], list[Collective]] = {}
+    for each in first.collectives:
+        if first.window[0] <= each.begin < first.window[1]:
+            alike.setdefault((each.call, each.size), []).append(each)
+    if not alike:
+        return None
+    (call, size), found = max(alike.items(), key=lambda item: sum(each.end - each.begin for each in item[1]))
+    length = first.steps or (first.window[1] - first.window[0]) / 1e6
+    return Traffic(call, size, len(found) / length)
