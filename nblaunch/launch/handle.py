@@ -158,17 +158,18 @@ class Launch(ABC):
     def profile(self, seconds: float = PROFILE_S) -> Profile:
         """Profile the running ranks, all at once, and return where their time goes. Their code needs no change.
 
-        The shares are those of the time between the first and the last step of an optimizer, or of all the time if
-        there are none. Waiting is the time in collectives until the last rank has joined. The ranks are slower
-        meanwhile, and profile for themselves what they do then with ``torch.profiler`` at another time.
+        The shares are of the time from the first recorded step of an optimizer to the last, or of the whole recording
+        if there are fewer than three. Waiting is the time in a collective until its last rank joins. While they are
+        recorded, ranks are some 10 % slower, and their own code cannot use ``torch.profiler``.
 
         Args:
-            seconds: How long to record, at most 60. Default: 2.
+            seconds: How long to record, at most 60. Default: 2. A rank whose trace would exceed 32 MB, because its
+                operations are many and short, records for a shorter time.
 
         Returns:
-            A `nblaunch.profiles.profile.Profile`: ``summary`` is a table, ``sentence`` says what takes the time, and
-            ``trace`` is a file for https://ui.perfetto.dev. A rank that does not begin within 5 s, because it runs C
-            code that holds the GIL, is in ``missing``.
+            A `nblaunch.profiles.profile.Profile`: ``sentence`` says what takes the time, ``summary`` is a table, and
+            ``trace`` is a file for https://ui.perfetto.dev. Ranks that could not be recorded are in ``missing``, such
+            as one that runs C code that holds the GIL for 5 s.
 
         Raises:
             ArgumentError: `seconds` is invalid.

@@ -314,13 +314,11 @@ _PART_COLOURS: dict[Part, str] = {
     "optimizer": COLOURS[2],
     "other": MEAN_COLOUR,
 }
-_MAX_PROFILED = 32
+_MAX_PROFILED = 16
 """Ranks whose bars are shown."""
 _MAX_COLUMNS = 8
 """Ranks with a column in the table of operations."""
-_CELL = "padding:1px 8px;text-align:right;white-space:nowrap"
-_FIRST_CELL = "padding:1px 8px 1px 0;text-align:left"
-_BARS = "width:100%;min-width:120px;height:13px;overflow:hidden;white-space:nowrap;font-size:0;border-radius:2px"
+_BARS = "width:100%;min-width:220px;height:13px;overflow:hidden;white-space:nowrap;font-size:0;border-radius:2px"
 
 
 def profile_html(profile: Profile) -> str:
@@ -345,7 +343,7 @@ def _shares(profile: Profile) -> str:
         f'<span style="color:{colour}">■</span>&nbsp;{_part_name(part, is_gpu)}'
         for part, colour in _PART_COLOURS.items()
     ]
-    head = _row(["", "steps/s", *names, ""], is_head=True)
+    head = _row(["", "", "steps/s", *names], is_head=True)
     rows = []
     for each in profile.ranks[:_MAX_PROFILED]:
         shares = {part: each.share(part) for part in PARTS}
@@ -357,8 +355,7 @@ def _shares(profile: Profile) -> str:
         )
         rate = f"{each.steps_per_second:.3g}" if each.steps else "–"
         percents = [f"{share:.0%}" if share >= 0.005 else f'<span style="{DIM}">0%</span>' for share in shares.values()]
-        bars = f'<td style="width:60%;padding:1px 0 1px 8px"><div style="{_BARS}">{bar}</div></td>'
-        rows.append(_row([f"rank&nbsp;{each.rank}", rate, *percents], more=bars))
+        rows.append(_row([f"rank&nbsp;{each.rank}", f'<div style="{_BARS}">{bar}</div>', rate, *percents]))
     more = len(profile.ranks) - _MAX_PROFILED
     said = f"<div>and {counted(more, 'more rank')}</div>" if more > 0 else ""
     return _table([head, *rows]) + said
@@ -370,12 +367,10 @@ def _part_name(part: Part, is_gpu: bool) -> str:
 
 def _operations(profile: Profile) -> str:
     ranks = [each.rank for each in profile.ranks][:_MAX_COLUMNS]
-    rows = [_row(["", "line", *(f"rank&nbsp;{rank}" for rank in ranks)], is_head=True)]
+    rows = [_row(["", "line", *(f"rank&nbsp;{rank}" for rank in ranks)], left=2, is_head=True)]
     for each in profile.operations:
         times = [
-            f'{1000 * each.seconds[rank]:,.0f}&nbsp;ms <span style="{DIM}">{each.calls[rank]:,}×</span>'
-            if rank in each.seconds
-            else "–"
+            f"{1000 * each.seconds[rank]:,.0f}&nbsp;ms{_calls(each.calls[rank])}" if rank in each.seconds else "–"
             for rank in ranks
         ]
         name = f'<span title="{_text(each.name, 300, in_attribute=True)}">{_text(each.name, 60)}</span>'
@@ -384,19 +379,20 @@ def _operations(profile: Profile) -> str:
     return _table(rows)
 
 
+def _calls(number: int) -> str:
+    return f' <span style="{DIM}">{number:,}×</span>' if number else ""
+
+
 def _table(rows: Sequence[str]) -> str:
     return f'<table style="border-collapse:collapse;width:100%;margin-top:6px;font-size:12px">{"".join(rows)}</table>'
 
 
-def _row(cells: Sequence[str], *, more: str = "", left: int = 1, is_head: bool = False) -> str:
+def _row(cells: Sequence[str], *, left: int = 1, is_head: bool = False) -> str:
+    """Return a row whose first cells are on the left; pages put the others on the right."""
     tag = "th" if is_head else "td"
-    styles = [_FIRST_CELL] * left + [_CELL] * (len(cells) - left)
-    weight = ";font-weight:normal" * is_head
-    return (
-        "<tr>"
-        + "".join(f'<{tag} style="{style}{weight}">{cell}</{tag}>' for style, cell in zip(styles, cells, strict=True))
-        + f"{more}</tr>"
-    )
+    styles = [' style="text-align:left"'] * left + [""] * (len(cells) - left)
+    shown = (f"<{tag}{style}>{cell}</{tag}>" for style, cell in zip(styles, cells, strict=True))
+    return f"<tr>{''.join(shown)}</tr>"
 
 
 # ------------------------------------------------------------------ metrics

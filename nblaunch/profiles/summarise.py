@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def summarise(recordings: Sequence[tuple[int, int]], trace: Path) -> Profile:
     timelines: list[Timeline] = []
     origin = 0.0
     partial = trace.with_name(f"{trace.name}.partial")
-    with gzip.open(partial, "wt", compresslevel=3) as merged:
+    with _removed_on_failure(partial), gzip.open(partial, "wt", compresslevel=3) as merged:
         merged.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for about_fd, trace_fd in recordings:
             about, recorded = _read(about_fd), _read(trace_fd)
@@ -60,6 +60,15 @@ def summarise(recordings: Sequence[tuple[int, int]], trace: Path) -> Profile:
         merged.write("]}")
     os.replace(partial, trace)
     return replace(compare(timelines), trace=trace)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _read(fd: int) -> Any:

@@ -21,7 +21,9 @@ from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _DATA = "enumerate(DataLoader)"
 _OPTIMIZER, _STEP = "Optimizer.", "Optimizer.step#"
-_COLLECTIVE_OPS = ("c10d::", "_c10d_functional::", "c10d_functional::")
+_PARAMETERS = "record_param_comms"
+"""An operation of the CPU that has the number of a collective, which NCCL's kernels refer to."""
+_COLLECTIVE_OPS = (_PARAMETERS, "c10d::", "_c10d_functional::", "c10d_functional::")
 _IN_FLIGHT = ("gloo:", "mpi:", "ucc:")
 """Annotations of collectives on CPUs, from their begin in this rank to their end."""
 _NCCL = ("ncclDevKernel", "ncclKernel")
@@ -105,6 +107,7 @@ class _Events:
     def __init__(self, about: Mapping[str, Any], trace: Mapping[str, Any], origin: float) -> None:
         main, shift = str(about["main"]), shift_of(trace, origin)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+        numbered = {event["args"].get("External id"): event["args"] for event in events if event["name"] == _PARAMETERS}
         threads = {str(event["tid"]) for event in events if event["name"].startswith(_AUTOGRAD)} | {main}
         self.data: list[Span] = []
         self.optimizer: list[Span] = []
@@ -132,6 +135,7 @@ class _Events:
                 self._annotate(name, span)
                 self.nested.setdefault(thread, []).append((*span, _short(name)))
             elif category == "kernel" and name.startswith(_NCCL):
+                args = {**numbered.get(args.get("External id"), {}), **args}
                 self.in_flight.append((span, args.get("Collective name", name), args))
             elif category in _GPU_WORK:
                 self.kernels.append((span, name, args.get("correlation")))

@@ -28,8 +28,9 @@ BELOW = {
     "transfer": ["machine", "wire"],
     "ranks": ["machine", "wire", "transfer"],
     "engines": ["machine", "wire", "transfer"],
-    "launch": ["machine", "wire", "transfer", "engines"],
-    "notebook": ["machine", "wire", "transfer", "engines", "launch"],
+    "profiles": ["machine"],
+    "launch": ["machine", "wire", "transfer", "engines", "profiles"],
+    "notebook": ["machine", "wire", "transfer", "engines", "launch", "profiles"],
     "training": ["machine", "wire", "transfer"],
     "__main__": ["machine", "launch", "notebook"],
 }

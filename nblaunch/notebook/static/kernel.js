@@ -269,7 +269,8 @@ export class KernelLink {
       if (!GONE_STATUSES.includes(status) || this.gone) return;
       this.gone = status;
       this.#forget();
-      for (const name of ["ack", "patience", "stacks", "profile", "resync", "silence", "look", "restart"]) this.#cancel(name);
+      for (const name of ["ack", "patience", "stacks", "profile", "resync", "silence", "look", "restart"])
+        this.#cancel(name);
       this.launch.notify("");
       this.launch.exited();
     };

@@ -133,9 +133,7 @@
  * @property {string} name
  * @property {number} offset
  * @property {number} size */
-/** A click; "trace": of the profile, "record": for the notebook; "look": at a debugger; "seen": a page shows the
-    panel, or its end.
-    
+/** A click; "record": for the notebook; "look": at a debugger; "seen": a page shows the panel, or its end.
  * @typedef {object} Request
  * @property {"stop" | "kill" | "stacks" | "profile" | "trace" | "record" | "look" | "seen"} kind
  * @property {string} launch

@@ -6,14 +6,15 @@ export class ProfileView {
   constructor(panel) {
     this.panel = panel;
     this.title = el("strong", {});
-    this.body = el("div", { class: "nbl-profile" });
-    const button = { type: "button", class: "nbl-button nbl-small" };
-    const save = { ...button, title: "Save the trace of all ranks, for https://ui.perfetto.dev" };
-    this.save = el("button", { ...save, on_click: () => panel.kernel.trace() }, "Save trace");
-    const close = el("button", { ...button, "aria-label": "Close the profile", on_click: () => this.#close() }, "Close");
+    this.body = el("div", { class: "nbl-profile-body" });
+    const kind = { type: "button", class: "nbl-button nbl-small" };
+    const title = "Save the trace of all ranks, for https://ui.perfetto.dev";
+    this.save = el("button", { ...kind, title, on_click: () => panel.kernel.trace() }, "Save trace");
+    const label = "Close the profile";
+    const close = el("button", { ...kind, "aria-label": label, on_click: () => this.#close() }, "Close");
     this.node = el(
       "section",
-      { class: "nbl-stacks", "aria-label": "Profile", hidden: true },
+      { class: "nbl-profile", "aria-label": "Profile", hidden: true },
       el("div", { class: "nbl-bar" }, this.title, el("span", { class: "nbl-buttons" }, this.save, close)),
       this.body,
     );
@@ -26,15 +27,15 @@ export class ProfileView {
   }
 
   update() {
-    const { reading } = this.panel;
-    const profile = this.panel.profile?.time === reading.closedProfile ? null : this.panel.profile;
+    const { profile: last, reading } = this.panel;
+    const profile = last?.time === reading.closedProfile ? null : last;
     if (profile === this.drawn) return;
     this.drawn = profile;
     this.node.hidden = !profile;
     if (!profile) return this.body.replaceChildren();
-    setText(this.title, `Where the time went, until ${Number(profile.time).toFixed(1)} s`);
+    setText(this.title, `Where the time went, at ${Number(profile.time).toFixed(1)} s`);
     this.save.hidden = !profile.has_trace;
-    this.body.innerHTML = profile.html; // the record has the same HTML
+    this.body.innerHTML = profile.html; // safe: the kernel makes it, as it makes the record
   }
 }
 
