@@ -233,7 +233,7 @@ def _without_forks() -> Iterator[None]:
 
 def _forget() -> None:
     if _is_recording:
-        sys.modules["torch"].autograd._clear_callbacks()
+        sys.modules["torch"]._C._autograd._clear_callbacks()
 
 
 @contextlib.contextmanager

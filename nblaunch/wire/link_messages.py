@@ -18,7 +18,7 @@ from nblaunch.wire.tables import Begun
 Part = bytes | memoryview
 """Of a message."""
 Proof = Literal["", "munge"]
-LINK_PROTOCOL = 6
+LINK_PROTOCOL = 7
 """Bump it whenever one of these messages changes."""
 
 

@@ -1,8 +1,10 @@
-"""The buttons of the panel and of its notebook in a real JupyterLab in Chromium: Stop, Kill, Restart, Stacks."""
+"""The buttons of the panel and its notebook in a real JupyterLab in Chromium: Stop, Kill, Restart, Stacks, Profile."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import re
 from pathlib import Path
 
@@ -99,6 +101,52 @@ notebook_launcher(ignores, num_processes=2, stop_grace={GRACE})
     lab.log_says("not now")
     lab.button("Kill").click()
     lab.wait_for_state("stopped")
+
+
+WAITS_FOR_ITS_DATA = """
+import time, torch, torch.distributed as dist
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, nap): self.nap = nap
+    def __len__(self): return 10**6
+    def __getitem__(self, index):
+        time.sleep(self.nap)
+        return torch.ones(4)
+def train(rank):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1)
+    for x in torch.utils.data.DataLoader(Slow(0.01 + 0.03 * rank)):
+        dist.all_reduce(x)
+        optimizer.step()
+        print("begun", flush=True)
+notebook_launcher(train, num_processes=2)
+"""
+
+
+@pytest.mark.parametrize("size", [(1000, 900)])
+def test_profile_says_what_takes_the_time_and_the_record_keeps_it(lab: Lab) -> None:
+    lab.run(WAITS_FOR_ITS_DATA)
+    lab.log_says("begun")
+    lab.button("Profile").click()  # while the cell blocks
+    lab.panel.get_by_text("Recording what the ranks do …").wait_for()
+    profile = lab.panel.get_by_role("region", name="Profile")
+    profile.get_by_text(re.compile(r"Rank 0 waits \d\d% of the time for rank 1, whose data loading takes")).wait_for()
+    assert lab.panel.get_by_text("Recording what the ranks do …").count() == 0
+    profile.get_by_text("Operations that took the most time").click()
+    assert profile.locator("tr", has_text="DataLoader").locator("code").inner_text().endswith("time.sleep(self.nap)")
+    waiting = profile.locator('span[title^="waiting"]').first  # in rank 0's bar
+    assert waiting.evaluate("part => part.offsetWidth / part.parentNode.offsetWidth") > 0.4
+    keep_picture(lab.page, "panel-profile.png")
+    with lab.theme("JupyterLab Dark"):
+        keep_picture(lab.page, "panel-profile-dark.png")
+    with lab.page.expect_download() as saved:
+        profile.get_by_role("button", name="Save trace").click()
+    events = json.loads(gzip.decompress(saved.value.path().read_bytes()))["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+    profile.get_by_role("button", name="Close the profile").click()
+    profile.wait_for(state="hidden")
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
+    lab.save()
+    assert "whose data loading takes" in (lab.folder / SHARED).read_text()
 
 
 @pytest.mark.parametrize("served", [NO_SUBSHELLS], ids=["without subshells"], indirect=True)

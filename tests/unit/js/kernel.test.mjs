@@ -354,6 +354,30 @@ test("missing stacks are reported", () => {
   assert.equal(panel.notice, "");
 });
 
+test("a profile takes its time once the kernel has acknowledged it", () => {
+  const { clock, model, panel } = running();
+  panel.kernel.profile();
+  assert.deepEqual(model.sentMessages, [{ kind: "profile", launch: "L1" }]);
+  assert.ok(panel.kernel.isProfiling);
+  clock.pass(5000);
+  assert.match(panel.notice, /No profile: the kernel does not answer/);
+  assert.ok(!panel.kernel.isProfiling);
+  panel.kernel.profile();
+  model.deliver({ kind: "acknowledged", action: "profile", launch: "L1" });
+  clock.pass(5000);
+  assert.equal(panel.notice, "Recording what the ranks do …");
+  model.deliver(deltaOf(2, { now: 3, profile: { time: 3, html: "", has_trace: true } }));
+  assert.deepEqual([panel.notice, panel.kernel.isProfiling], ["", false]);
+});
+
+test("a trace that was removed is reported", () => {
+  const { model, panel } = running();
+  panel.kernel.trace();
+  assert.deepEqual(model.sentMessages, [{ kind: "trace", launch: "L1" }]);
+  model.deliver({ kind: "trace", name: "profile1.json.gz", offset: 0, size: 0 });
+  assert.match(panel.notice, /^The trace is gone/);
+});
+
 test("a look that the kernel does not answer is reported", () => {
   const { clock, model, panel } = running();
   panel.kernel.look(1);

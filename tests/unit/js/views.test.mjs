@@ -79,6 +79,22 @@ test("a part that fails to draw is reported once, and the others are drawn", (t)
   assert.equal(rows(host).length, 3);
 });
 
+test("a profile stays closed until another one comes", (t) => {
+  const { delta, view } = opened(t);
+  const { host } = view();
+  const profile = host.one("nbl-profile");
+  assert.ok(profile.hidden);
+  delta({ profile: { time: 1, html: "<b>even</b>", has_trace: false } });
+  assert.ok(!profile.hidden);
+  assert.equal(host.one("nbl-profile-body").innerHTML, "<b>even</b>");
+  assert.ok(button(host, "Save trace").hidden);
+  host.all("nbl-button").filter((node) => node.textContent === "Close").at(-1).fire("click"); // prettier-ignore
+  delta({ notes: [[9, "more"]] });
+  assert.ok(profile.hidden);
+  delta({ profile: { time: 2, html: "", has_trace: true } });
+  assert.deepEqual([profile.hidden, button(host, "Save trace").hidden], [false, false]);
+});
+
 test("ranks that start say what they do", (t) => {
   const { delta, view } = opened(t, { hosts: [] });
   const { host } = view();

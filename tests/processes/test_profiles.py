@@ -1,0 +1,383 @@
+"""Profiles of running ranks: known loads give known answers, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from nblaunch import Launch, LaunchResult, notebook_launcher
+from nblaunch.errors import ArgumentError, LaunchStoppedError, NblaunchError, RankDiedError
+from nblaunch.launch import run_folders
+from nblaunch.notebook.run_table import record_of
+from nblaunch.profiles.profile import Part, Profile
+from tests.conftest import LONG, eventually
+from tests.processes.test_stacks import begin, lock_twice_with_the_gil, pid_of, ready
+
+NAP_S = 0.02
+NEAR = 0.1
+"""How far a share may be from what the code does by construction."""
+BIG = 16 << 20
+"""Numbers in a tensor of 64 MB."""
+
+
+# ------------------------------------------------------------------ what ranks run
+class Compute(torch.autograd.Function):
+    """An operation of torch that takes a given time, whatever the processors do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        time.sleep(seconds)
+        return x.clone()
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __init__(self, nap: float) -> None:
+        self.nap = nap
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.nap)
+        return torch.ones(8)
+
+
+def train(
+    rank: int,
+    folder: Path,
+    loads: float = 0.0,
+    computes: float = 0.0,
+    thinks: float = 0.0,
+    late: tuple[str, float] = ("", 1.0),
+    numbers: int = 1,
+    steps: int = 1_000_000,
+) -> dict[str, float]:
+    """Take steps of known parts until the file "enough" is there. Return the share of each part, as it was.
+
+    `late`: a part that takes rank 1 longer, and how many times as long.
+    """
+    naps = {"data": loads, "compute": computes, "other": thinks}
+    if rank == 1 and late[0]:
+        naps[late[0]] *= late[1]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
+    total, spent = torch.zeros(numbers), defaultdict[str, float](float)
+    samples = iter(DataLoader(Samples(naps["data"])))
+
+    @contextmanager
+    def timed(part: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        spent[part] += time.perf_counter() - begun
+
+    for step in range(steps):
+        if naps["data"]:
+            with timed("data"):
+                next(samples)
+        if naps["compute"]:
+            with timed("compute"):
+                Compute.apply(total[:1], naps["compute"])
+        with timed("other"):
+            time.sleep(naps["other"])
+        total[0] = (folder / "enough").exists()
+        with timed("communication"):
+            dist.all_reduce(total)
+        optimizer.step()
+        if step == 2:
+            ready(folder, rank)
+        if total[0]:
+            break
+    whole = sum(spent.values())
+    return {part: seconds / whole for part, seconds in spent.items()}
+
+
+def train_late(rank: int, folder: Path) -> dict[str, float]:
+    time.sleep(1.0)  # as long as its data are read, and its model is built
+    return train(rank, folder, computes=NAP_S, steps=20)
+
+
+def take_no_step(rank: int) -> None:
+    optimizers: Any = sys.modules["torch.optim.optimizer"]
+    eventually(lambda: optimizers._global_optimizer_post_hooks)  # the profile waits for a step
+
+
+def get_stuck(rank: int, folder: Path) -> None:
+    """Hold the GIL in C in rank 1, and train alone in rank 0."""
+    ready(folder, rank)
+    if rank == 1:
+        lock_twice_with_the_gil()
+    while True:
+        Compute.apply(torch.zeros(1), NAP_S)
+
+
+def wait_for_ever(rank: int, folder: Path) -> None:
+    """Wait in rank 0 for a collective that rank 1, which loads data, does not call."""
+    ready(folder, rank)
+    if rank == 0:
+        dist.barrier()
+    next(iter(DataLoader(Samples(LONG))))
+
+
+def profile_itself(rank: int, folder: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        ready(folder, rank)
+        eventually((folder / "enough").exists)
+
+
+def have_an_older_torch(rank: int, folder: Path) -> None:
+    def refuse(**options: Any) -> None:
+        raise TypeError(f"unknown: {options}")
+
+    torch._C._profiler._ExperimentalConfig = refuse  # type: ignore[assignment, misc]
+    ready(folder, rank)
+    eventually((folder / "enough").exists)
+
+
+def fork_while_recorded(rank: int, folder: Path) -> int:
+    """Return by how many KB a forked child has grown, which computes like a DataLoader's worker."""
+    ready(folder, rank)
+    eventually((folder / "recording").exists)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        x = torch.zeros(2)
+        for _ in range(1000):
+            x = x + 1
+        before = memory_of(os.getpid())
+        for _ in range(200_000):
+            x = x + 1
+        os.write(theirs, str(memory_of(os.getpid()) - before).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    grown = int(os.read(ours, 100))
+    os.close(ours)
+    os.close(theirs)
+    return grown
+
+
+def memory_of(pid: int) -> int:
+    """Return the resident KB of a process."""
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+# ------------------------------------------------------------------ how they are asked
+def begun(function: Callable[..., Any], folder: Path, ranks: int = 2, **arguments: Any) -> Launch:
+    """Launch a function in the background, with every rank where it is to be profiled."""
+    kwargs = {"folder": folder, **arguments}
+    launch = notebook_launcher(function, kwargs=kwargs, num_processes=ranks, block=False, view="none")
+    assert isinstance(launch, Launch)
+    eventually(lambda: all((folder / f"pid{rank}").exists() for rank in range(ranks)) or launch.done)
+    return launch
+
+
+def ended(launch: Launch, folder: Path) -> LaunchResult:
+    (folder / "enough").touch()
+    return launch.result()
+
+
+def profiled(folder: Path, ranks: int = 2, **load: Any) -> tuple[Profile, LaunchResult]:
+    launch = begun(train, folder, ranks, **load)
+    profile = launch.profile(1.0)
+    return profile, ended(launch, folder)
+
+
+def check_shares(profile: Profile, result: LaunchResult) -> None:
+    """Assert that each rank's shares are near those that it has measured for itself."""
+    parts: tuple[Part, ...] = ("compute", "data", "other")
+    for each, own in zip(profile.ranks, result, strict=True):
+        for part in parts:
+            assert each.share(part) == pytest.approx(own.get(part, 0.0), abs=NEAR), (each.rank, part)
+        collectives = each.share("communication") + each.share("waiting")
+        assert collectives == pytest.approx(own["communication"], abs=NEAR), each.rank
+
+
+# ------------------------------------------------------------------ known loads
+@pytest.mark.parametrize(
+    ("load", "sentence"),
+    [
+        (
+            {"loads": 0.01, "late": ("data", 3.0)},
+            r"Rank 0 waits \d\d% of the time for rank 1, whose data loading takes [23]\.\d times as long as the "
+            r"other's \(.*time\.sleep\(self\.nap\)\)\.",
+        ),
+        (
+            {"computes": NAP_S, "late": ("compute", 2.0)},
+            r"Rank 0 waits \d\d% of the time for rank 1, whose computation takes (1\.9|2\.\d) times as long",
+        ),
+        (
+            {"thinks": NAP_S, "late": ("other", 2.0)},
+            r"Rank 0 waits \d\d% of the time for rank 1, whose code outside of torch takes (1\.9|2\.\d) times as "
+            r'long .*time\.sleep\(naps\["other"\]\)',
+        ),
+        (
+            {"computes": 0.005, "numbers": BIG},
+            r"Communication is \d\d% of a step: 1 × all_reduce of 67 MB\.",
+        ),
+        ({"computes": 2 * NAP_S}, r"The 2 ranks are even: computation is \d\d% of a step\."),
+    ],
+    ids=["data", "compute", "python", "network", "even"],
+)
+def test_a_known_load_gives_a_known_answer(load: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    profile, result = profiled(tmp_path, **load)
+    assert re.match(sentence, profile.sentence), profile
+    check_shares(profile, result)
+    assert all(each.steps >= 3 for each in profile.ranks)
+    if "late" in load:
+        waits = profile.ranks[0].share("waiting")
+        longer = load["late"][1]
+        assert waits == pytest.approx(1 - 1 / longer, abs=NEAR), profile
+        assert profile.ranks[1].share("waiting") < NEAR
+
+
+def test_eight_ranks_are_compared(tmp_path: Path) -> None:
+    profile, result = profiled(tmp_path, ranks=8, computes=2 * NAP_S, late=("compute", 3.0))
+    assert re.match(r"Ranks wait \d\d% of the time for rank 1, whose computation takes", profile.sentence), profile
+    check_shares(profile, result)
+    assert profile.trace is not None
+    events = json.loads(gzip.decompress(profile.trace.read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {f"rank {rank}" for rank in range(8)}
+    joined = [event["ts"] for event in events if event["name"] == "gloo:all_reduce"]
+    assert max(joined) - min(joined) < 3e6  # one clock
+
+
+def test_the_option_profiles_the_first_steps(tmp_path: Path) -> None:
+    kwargs = {"folder": tmp_path}
+    result = notebook_launcher(train_late, kwargs=kwargs, num_processes=2, profile=30.0, view="none")
+    assert isinstance(result, LaunchResult)
+    (profile,) = result.profiles
+    assert profile.trace is not None
+    assert profile.trace.parent == result.logs[0].out.parent
+    for each in profile.ranks:  # without the second before the first step
+        assert each.share("compute") > 1 - 2 * NEAR
+        assert 10 <= each.steps < 20
+
+
+def test_code_without_an_optimizer_has_no_first_step() -> None:
+    result = notebook_launcher(take_no_step, num_processes=2, profile=1.0, view="none")
+    assert isinstance(result, LaunchResult)
+    assert result.profiles[0].missing == dict.fromkeys((0, 1), "it has ended without an optimizer step")
+    assert result.profiles[0].sentence == "No rank could be profiled."
+
+
+# ------------------------------------------------------------------ ranks that wait, or cannot be recorded
+def test_a_rank_that_holds_the_gil_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
+    launch = begun(get_stuck, tmp_path)
+    asked = time.monotonic()
+    profile = launch.profile(0.5)
+    assert time.monotonic() - asked < 10.0
+    assert [each.rank for each in profile.ranks] == [0]
+    assert profile.ranks[0].share("compute") > 1 - NEAR
+    assert re.match("no answer within 5 s: it runs C code that holds the GIL", profile.missing[1])
+    os.kill(pid_of(tmp_path, 1), signal.SIGKILL)
+    with pytest.raises(RankDiedError):
+        launch.result()
+
+
+def test_waits_that_began_before_are_known(tmp_path: Path) -> None:
+    launch = begun(wait_for_ever, tmp_path)
+    first, second = launch.profile(0.5).ranks
+    assert first.share("communication") > 1 - NEAR
+    assert second.share("data") > 1 - NEAR
+    launch.kill()
+    launch.wait()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (profile_itself, "its own code runs torch.profiler at this moment"),
+        (have_an_older_torch, rf"torch {re.escape(torch.__version__)} cannot profile other threads"),
+    ],
+)
+def test_a_rank_that_cannot_be_recorded_says_why(function: Callable[..., Any], reason: str, tmp_path: Path) -> None:
+    launch = begun(function, tmp_path, ranks=1)
+    profile = launch.profile(0.2)
+    assert re.match(reason, profile.missing[0])
+    assert profile.trace is None
+    ended(launch, tmp_path)
+
+
+def test_a_child_that_is_forked_meanwhile_records_nothing(tmp_path: Path) -> None:
+    launch = begun(fork_while_recorded, tmp_path, ranks=1)
+    launch.ask_profile(30.0)
+    scratch = Path(os.environ["TMPDIR"])
+    eventually(lambda: list(scratch.glob("nbl-*/rank0.trace.json")))  # of the probe, which is over
+    (tmp_path / "recording").touch()
+    assert launch.result()[0] < 10_000
+
+
+def test_a_launch_can_be_stopped_while_it_is_profiled(tmp_path: Path) -> None:
+    launch = begun(train, tmp_path, computes=NAP_S)
+    launch.ask_profile(60.0)
+    launch.stop()
+    asked = time.monotonic()
+    with pytest.raises(LaunchStoppedError):
+        launch.result()
+    assert time.monotonic() - asked < 20.0
+    with pytest.raises(NblaunchError, match=r"^train has ended: only running ranks can be profiled$"):
+        launch.profile()
+
+
+@pytest.mark.parametrize(("seconds", "why"), [(0, "must be a positive number"), (61, "at most 60 s")])
+def test_a_wrong_length_is_refused(seconds: float, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"^profile={seconds}: {why}"):
+        notebook_launcher(take_no_step, num_processes=1, profile=seconds)
+    launch = begin(profile_itself, tmp_path, ranks=1)
+    with pytest.raises(ArgumentError, match=f"^seconds={seconds}: {why}"):
+        launch.profile(seconds)
+    ended(launch, tmp_path)
+
+
+# ------------------------------------------------------------------ what is left
+def test_fifty_profiles_in_a_row_leave_nothing(tmp_path: Path) -> None:
+    launch = begun(train, tmp_path, computes=0.002)
+    pids = [pid_of(tmp_path, rank) for rank in range(2)]
+
+    def held() -> list[tuple[int, int]]:
+        return [(len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))) for pid in pids]
+
+    profiles = [launch.profile(0.05) for _ in range(5)]
+    before, memory = held(), [memory_of(pid) for pid in pids]
+    profiles += [launch.profile(0.05) for _ in range(50)]
+    assert not any(profile.missing for profile in profiles)
+    eventually(lambda: held() == before, 10.0, held)
+    grown = [memory_of(pid) - kilobytes for pid, kilobytes in zip(pids, memory, strict=True)]
+    assert max(grown) < 20_000, grown
+    assert profiles[0].trace is not None
+    files = [path.name for path in profiles[0].trace.parent.glob("profile*")]
+    assert sorted(files) == sorted(f"profile{number}.json.gz" for number in range(1, 56))
+    assert len(ended(launch, tmp_path).profiles) == 55
+
+
+def test_a_run_is_profiled_by_another_process(tmp_path: Path) -> None:
+    run = notebook_launcher(
+        train, kwargs={"folder": tmp_path, "computes": NAP_S}, num_processes=2, detach="profiled", view="none"
+    )
+    assert isinstance(run, Launch)
+    eventually(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(2)))
+    profile = run.profile(0.5)
+    assert profile.ranks[1].share("compute") > 1 - 2 * NEAR
+    (tmp_path / "enough").touch()
+    result = run.result()
+    assert [each.to_json() for each in result.profiles] == [profile.to_json()]
+    assert profile.trace is not None
+    assert profile.trace.exists()
+    assert "computation is" in record_of(run_folders.find_run("profiled"))
+    run_folders.remove("profiled")
