@@ -24,6 +24,8 @@ from nblaunch.notebook.actions import COMMANDS, command_of
 from nblaunch.notebook.cells import goes_to_session, set_auto
 from nblaunch.notebook.magics import CELL, DistributedMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
+from nblaunch.notebook.record import profile_html
+from nblaunch.profiles.profile import Profile
 from nblaunch.transfer.parcel import sent_data_cache
 
 _BEFORE, _AFTER = "pre_run_cell", "post_run_cell"
@@ -41,6 +43,7 @@ def register_frontend(shell: Any) -> NotebookFrontend:
         colab.enable_custom_widget_manager()
     shell.events.register(_BEFORE, notebook.before_cell)
     shell.events.register(_AFTER, notebook.after_cell)
+    shell.display_formatter.formatters["text/html"].for_type(Profile, profile_html)
     return notebook
 
 

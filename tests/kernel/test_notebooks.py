@@ -93,6 +93,20 @@ def test_debugging(kernel: Kernel, folder: Path) -> None:
     assert notebook.accuracy >= 0.85
 
 
+def test_profiling(kernel: Kernel, folder: Path) -> None:
+    notebook = execute(kernel, "profiling", folder)
+
+    slow = (
+        r"Rank 0 waits \d\d% of the time for rank 1, whose data loading takes .* \(Cell In\[\d+\], line 10: time\.sleep"
+    )
+    assert re.search(slow, notebook.printed)
+    (before, after) = re.findall(r"^(\d+) steps per second before, (\d+) after$", notebook.printed, flags=re.MULTILINE)[
+        0
+    ]
+    assert int(after) > int(before)
+    assert re.search(r"^profile1\.json\.gz: \d+ KB in ", notebook.printed, flags=re.MULTILINE)
+
+
 def test_machines_without_a_cluster(kernel: Kernel, folder: Path) -> None:
     notebook = execute(kernel, "machines", folder)
 
