@@ -39,6 +39,7 @@ from tests.benchmarks import (
     gpu,
     nodes,
     plots,
+    profiles,
     scale,
     scenario,
     sessions,
@@ -181,6 +182,11 @@ def _toolkit(options: argparse.Namespace) -> Part:
     return {"toolkit": figures.as_json()}, toolkit.table(figures)
 
 
+def _profiles(options: argparse.Namespace) -> Part:
+    figures = profiles.measure(0.2, 1, 0.5, (64,)) if options.quick else profiles.measure(2.0, 5)
+    return {"profiles": figures.as_json()}, profiles.table(figures)
+
+
 def _sessions(options: argparse.Namespace) -> Part:
     if options.quick:
         figures = sessions.measure(1, 1 << 20, 10)
@@ -214,6 +220,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "lines": _lines,
     "training": _training,
     "toolkit": _toolkit,
+    "profiles": _profiles,
     "nodes": _nodes,
     "two_nodes": _two_nodes,
     "gpu": _gpu,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.benchmarks import __main__, cells, data, gpu, nodes, scale, sessions, toolkit
+from tests.benchmarks import __main__, cells, data, gpu, nodes, profiles, scale, sessions, toolkit
 from tests.benchmarks.__main__ import MEASURES, PARTS, README, _parts, chosen, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS
 from tests.gpu import gpus
@@ -44,6 +44,13 @@ def test_launches_data_and_cells_are_measured() -> None:
     assert rows[0] == "| median of 1, milliseconds | nblaunch, session |"
     assert "| held after | 2 cells |" in rows
     assert {len(held) for held in figures.held.values()} == {7}
+
+
+def test_the_cost_of_a_profile_is_measured() -> None:
+    figures = profiles.measure(0.1, 1, 0.2, (8,))
+    (found,) = figures.by_width[8]
+    assert min(found.before, found.recorded, found.read, found.after) > 0
+    assert profiles.table(figures).count("\n") == 4
 
 
 def test_a_contender_that_hangs_is_said_to() -> None:
