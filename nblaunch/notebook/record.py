@@ -318,7 +318,7 @@ _MAX_PROFILED = 16
 """Ranks whose bars are shown."""
 _MAX_COLUMNS = 8
 """Ranks with a column in the table of operations."""
-_BARS = "width:100%;min-width:220px;height:13px;overflow:hidden;white-space:nowrap;font-size:0;border-radius:2px"
+_BAR = "width:100%;height:13px;overflow:hidden;white-space:nowrap;font-size:0;border-radius:2px"
 
 
 def profile_html(profile: Profile) -> str:
@@ -338,27 +338,28 @@ def profile_html(profile: Profile) -> str:
 
 
 def _shares(profile: Profile) -> str:
+    """Return a bar for each rank, and the table that says the same in numbers."""
     is_gpu = profile.ranks[0].has_gpu
     names = [
         f'<span style="color:{colour}">■</span>&nbsp;{_part_name(part, is_gpu)}'
         for part, colour in _PART_COLOURS.items()
     ]
-    head = _row(["", "", "steps/s", *names], is_head=True)
-    rows = []
+    bars, rows = [], [_row(["", "steps/s", *names], is_head=True)]
     for each in profile.ranks[:_MAX_PROFILED]:
-        shares = {part: each.share(part) for part in PARTS}
+        name, shares = f"rank&nbsp;{each.rank}", {part: each.share(part) for part in PARTS}
         bar = "".join(
             f'<span title="{_part_name(part, is_gpu)} {share:.0%}" style="display:inline-block;height:13px;'
             f'width:{100 * share:.2f}%;background:{_PART_COLOURS[part]}"></span>'
             for part, share in shares.items()
             if share > 0
         )
+        bars.append(f'<tr><td>{name}</td><td style="width:100%"><div style="{_BAR}">{bar}</div></td></tr>')
         rate = f"{each.steps_per_second:.3g}" if each.steps else "–"
         percents = [f"{share:.0%}" if share >= 0.005 else f'<span style="{DIM}">0%</span>' for share in shares.values()]
-        rows.append(_row([f"rank&nbsp;{each.rank}", f'<div style="{_BARS}">{bar}</div>', rate, *percents]))
+        rows.append(_row([name, rate, *percents]))
     more = len(profile.ranks) - _MAX_PROFILED
     said = f"<div>and {counted(more, 'more rank')}</div>" if more > 0 else ""
-    return _table([head, *rows]) + said
+    return _table(bars) + _table(rows) + said
 
 
 def _part_name(part: Part, is_gpu: bool) -> str:
@@ -384,7 +385,8 @@ def _calls(number: int) -> str:
 
 
 def _table(rows: Sequence[str]) -> str:
-    return f'<table style="border-collapse:collapse;width:100%;margin-top:6px;font-size:12px">{"".join(rows)}</table>'
+    style = "table-layout:auto;border-collapse:collapse;width:100%;margin-top:6px;font-size:12px"
+    return f'<table style="{style}">{"".join(rows)}</table>'
 
 
 def _row(cells: Sequence[str], *, left: int = 1, is_head: bool = False) -> str:
