@@ -27,6 +27,7 @@ from nblaunch.notebook.run_table import record_of
 from nblaunch.profiles.profile import Part, Profile
 from tests.conftest import LONG, eventually
 from tests.processes.test_stacks import begin, lock_twice_with_the_gil, pid_of, ready
+from tests.processes.test_stuck import _without_hook  # noqa: F401  # a fixture that pytest finds by name
 
 NAP_S = 0.02
 NEAR = 0.1
@@ -243,6 +244,12 @@ def test_a_known_load_gives_a_known_answer(load: dict[str, Any], sentence: str, 
         longer = load["late"][1]
         assert waits == pytest.approx(1 - 1 / longer, abs=NEAR), profile
         assert profile.ranks[1].share("waiting") < NEAR
+
+
+@pytest.mark.usefixtures("_without_hook")
+def test_a_torch_without_hooks_numbers_its_collectives(tmp_path: Path) -> None:
+    profile, _ = profiled(tmp_path, computes=NAP_S, late=("compute", 2.0))
+    assert profile.ranks[0].share("waiting") == pytest.approx(0.5, abs=NEAR), profile
 
 
 def test_eight_ranks_are_compared(tmp_path: Path) -> None:
