@@ -123,7 +123,7 @@ def notebook_launcher(
             Default: None, a launch that ends with the kernel.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
-        profile: Seconds in which to profile the ranks, from the first step of an optimizer on, at most 60. The panel
+        profile: Seconds in which to profile the ranks, from the first step of an optimizer on, at most 10. The panel
             shows where the time goes; ``result.profiles`` has the profile. Default: None. A running launch is
             profiled by the panel's button, or `Launch.profile`.
         metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call

@@ -49,7 +49,7 @@ class Commands(Wakeup):
             return taken
 
     def want_profile(self, seconds: float) -> Future[Profile | None]:
-        """Return a future of a profile over `seconds`; None if the launch ends first."""
+        """Return a future of a profile; None if the launch ends first. It can be cancelled until a task takes it."""
         future: Future[Profile | None] = Future()
         with self._lock:
             if self._write.fileno() < 0:
@@ -62,7 +62,7 @@ class Commands(Wakeup):
     def take_profiles(self) -> list[tuple[float, Future[Profile | None]]]:
         with self._lock:
             taken, self._profiles = self._profiles, []
-            return taken
+        return [(seconds, future) for seconds, future in taken if future.set_running_or_notify_cancel()]
 
     def set(self) -> None:
         with self._lock:  # `close` must not free the descriptor meanwhile
@@ -77,4 +77,5 @@ class Commands(Wakeup):
         for _, future in waiting:
             future.set_result({})
         for _, wanted in profiles:
-            wanted.set_result(None)
+            if wanted.set_running_or_notify_cancel():
+                wanted.set_result(None)

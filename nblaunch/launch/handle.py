@@ -65,6 +65,8 @@ CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
 INSIST = "interrupt again to kill the ranks that do not respond; their variables will be lost"
 PROFILE_S = 2.0
+_RUNNING_TIMEOUT_S = 5.0
+"""For the ranks of a launch to run before they are profiled."""
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
 
@@ -160,11 +162,11 @@ class Launch(ABC):
 
         The shares are of the time from the first recorded step of an optimizer to the last, or of the whole recording
         if there are fewer than three. Waiting is the time in a collective until its last rank joins. While they are
-        recorded, ranks are some 10 % slower, and their own code cannot use ``torch.profiler``.
+        recorded, ranks are some 10 % slower. A ``torch.profiler`` of their own ends the recording.
 
         Args:
-            seconds: How long to record, at most 60. Default: 2. A rank whose trace would exceed 32 MB, because its
-                operations are many and short, records for a shorter time.
+            seconds: How long to record, at most 10. Default: 2. A rank whose trace would exceed 32 MB, as the first
+                0.2 s tell, records for a shorter time.
 
         Returns:
             A `nblaunch.profiles.profile.Profile`: ``sentence`` says what takes the time, ``summary`` is a table, and
@@ -173,7 +175,7 @@ class Launch(ABC):
 
         Raises:
             ArgumentError: `seconds` is invalid.
-            NblaunchError: The launch has ended.
+            NblaunchError: The launch has ended, or does not run yet.
         """
         found = self._profiled(profile_seconds("seconds", seconds))
         if found is None:
@@ -294,7 +296,12 @@ class OwnLaunch(Launch):
         self._commands.want_profile(seconds)
 
     def _profiled(self, seconds: float) -> Profile | None:
-        return self._commands.want_profile(seconds).result()
+        asked = self._commands.want_profile(seconds)
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            return asked.result(_RUNNING_TIMEOUT_S)
+        if asked.cancel():
+            raise NblaunchError(f"{self.name} does not run yet: it is queued, or its ranks start")
+        return asked.result()
 
     def _state(self) -> str:
         is_queued = self._ticket is not None and not self._ticket.ranks.queue.is_first(self._ticket)

@@ -25,7 +25,7 @@ TORCHRUN = (
 )
 """Variables that each rank has a value of its own for."""
 
-MAX_PROFILE_S = 60.0
+MAX_PROFILE_S = 10.0
 Check = Callable[[str, Any], Any]
 """Takes the option's name and value; returns the value as its type, or raises an ArgumentError that names both."""
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -22,19 +23,24 @@ from nblaunch.launch.group import Rank
 from nblaunch.launch.stacks import StackFormatter
 from nblaunch.machine.packages import installed_path
 from nblaunch.profiles.profile import Place, Profile
-from nblaunch.wire.messages import Profiled, Source, StartProfile
+from nblaunch.wire.messages import Profiled, Source, StartProfile, Stepped
 
 BEGIN_TIMEOUT_S = 5.0
-"""For a rank to begin its recording."""
+"""For a rank to begin its recording, and for the other ranks to take the first step of an optimizer."""
 _STORE_TIMEOUT_S = 60.0
-"""For a rank to store its recording: on a GPU it may have a million events."""
+"""For a rank to store its recording."""
 _READ_TIMEOUT_S = 300.0
 """For the process that reads the recordings."""
+_STOPPED_READ_TIMEOUT_S = 5.0
+"""The same, after the user has stopped the launch."""
+_READ_POLL_S = 0.1
 _MAIN = (
     "import json, sys; path, *order = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from nblaunch.profiles.summarise import main; main(*order)"
 )
 _NO_ANSWER = f"no answer within {BEGIN_TIMEOUT_S:g} s: it runs C code that holds the GIL, or is stopped"
+_NOT_STORED = f"its recording was not stored within {_STORE_TIMEOUT_S:g} s"
+_NO_STEP = "no optimizer has made a step"
 
 
 @dataclass(slots=True)
@@ -42,21 +48,24 @@ class _Profile:
     """One that is being made."""
 
     number: int
+    seconds: float
     futures: Sequence[Future[Profile | None]]
-    deadlines: dict[int, float]
+    deadlines: dict[int, float] = field(default_factory=dict)
     """Of the ranks that have not answered."""
+    begun: set[int] = field(default_factory=set)
     recordings: dict[int, list[int]] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
-    seconds: float = 0.0
     reader: threading.Thread | None = None
-    found: Profile | None = None
+    process: subprocess.Popen[bytes] | None = None
+    result: Profile | None = None
+    is_given_up: bool = False
 
 
 class Profiling:
     """See the module.
 
     Attributes:
-        made: The profiles so far.
+        finished: The profiles so far.
     """
 
     def __init__(
@@ -70,111 +79,141 @@ class Profiling:
         first: float | None = None,
     ) -> None:
         """`first`: the seconds of a profile that begins after the first step of an optimizer; None: no such profile."""
-        self.made: list[Profile] = []
+        self.finished: list[Profile] = []
         self._ranks, self._task, self._commands, self._directory, self._show = ranks, task, commands, directory, show
         self._formatter = StackFormatter(sources)
         self._first = first
-        self._present: _Profile | None = None
+        self._stepped: set[int] = set()
+        self._stepped_at = math.inf
+        self._current: _Profile | None = None
 
     def step(self, now: float) -> None:
-        if self._present is None and self._first is not None and all(rank.is_running for rank in self._ranks):
+        if self._current is not None:
+            self._advance(self._current, now)
+        elif self._first is not None and self._have_stepped(now):
             seconds, self._first = self._first, None
-            self._begin(seconds, math.inf, [], after_step=True)
-        if self._present is None and (wanted := self._commands.take_profiles()):
-            seconds = max(seconds for seconds, _ in wanted)
-            self._begin(seconds, now + BEGIN_TIMEOUT_S, [future for _, future in wanted])
-        if self._present is not None:
-            self._go_on(self._present, now)
+            self._begin(seconds, now, [])
+        elif self._are_running and (wanted := self._commands.take_profiles()):
+            self._begin(max(seconds for seconds, _ in wanted), now, [future for _, future in wanted])
 
-    def _begin(
-        self, seconds: float, deadline: float, futures: Sequence[Future[Profile | None]], *, after_step: bool = False
-    ) -> None:
-        number = len(self.made) + 1
-        self._present = made = _Profile(number, futures, {}, seconds=seconds)
+    @property
+    def _are_running(self) -> bool:
+        return all(rank.is_running or rank.is_over for rank in self._ranks)
+
+    def _have_stepped(self, now: float) -> bool:
+        expected = {rank.rank for rank in self._ranks if not rank.is_over}
+        return bool(self._stepped) and (expected <= self._stepped or now >= self._stepped_at + BEGIN_TIMEOUT_S)
+
+    def _begin(self, seconds: float, now: float, futures: Sequence[Future[Profile | None]]) -> None:
+        self._current = current = _Profile(len(self.finished) + 1, seconds, futures)
         for rank in self._ranks:
-            if rank.is_over or not rank.is_running:
-                made.missing[rank.rank] = "it has ended" if rank.is_over else "it has not begun to run"
+            if rank.is_over:
+                current.missing[rank.rank] = "it has ended"
             else:
-                made.deadlines[rank.rank] = deadline
-                rank.member.worker.tell(StartProfile(self._task, number, seconds, after_step))
+                current.deadlines[rank.rank] = now + BEGIN_TIMEOUT_S
+                rank.member.worker.tell(StartProfile(self._task, current.number, seconds))
 
-    def take(self, message: Profiled, parcel: Descriptors, lost: str, now: float) -> None:
-        made = self._present
-        if made is None or message.number != made.number or message.rank not in made.deadlines:
+    def take(self, message: Stepped | Profiled, parcel: Descriptors, lost: str, now: float) -> None:
+        current = self._current
+        if isinstance(message, Stepped):
+            self._stepped.add(message.rank)
+            self._stepped_at = min(self._stepped_at, now)
+        elif current is None or message.number != current.number or message.rank not in current.deadlines:
             parcel.close()  # of a rank that was given up
         elif message.has_begun:
-            made.deadlines[message.rank] = now + made.seconds + _STORE_TIMEOUT_S
+            current.begun.add(message.rank)
+            current.deadlines[message.rank] = now + current.seconds + _STORE_TIMEOUT_S
         else:
-            del made.deadlines[message.rank]
-            fds = parcel.take()
-            if fds:
-                made.recordings[message.rank] = fds
+            del current.deadlines[message.rank]
+            if fds := parcel.take():
+                current.recordings[message.rank] = fds
             else:
-                made.missing[message.rank] = message.problem or f"its recording could not be received: {lost}"
+                current.missing[message.rank] = message.problem or f"its recording could not be received: {lost}"
 
-    def _go_on(self, made: _Profile, now: float) -> None:
+    def _advance(self, current: _Profile, now: float) -> None:
         for rank in self._ranks:
-            if rank.rank in made.deadlines and (rank.is_over or now >= made.deadlines[rank.rank]):
-                del made.deadlines[rank.rank]
-                made.missing[rank.rank] = "it has ended" if rank.is_over else _NO_ANSWER
-        if made.deadlines:
+            if rank.rank in current.deadlines and (rank.is_over or now >= current.deadlines[rank.rank]):
+                del current.deadlines[rank.rank]
+                late = _NOT_STORED if rank.rank in current.begun else _NO_ANSWER
+                current.missing[rank.rank] = "it has ended" if rank.is_over else late
+        if current.deadlines:
             return
-        if made.reader is None:
-            made.reader = threading.Thread(target=self._read, args=[made], name="nblaunch-profile", daemon=True)
-            made.reader.start()
-        elif made.found is not None:
-            self._present = None
-            self.made.append(made.found)
-            self._show(made.found)
-            for future in made.futures:
-                future.set_result(made.found)
+        if current.reader is None:
+            current.reader = threading.Thread(target=self._read, args=[current], name="nblaunch-profile", daemon=True)
+            current.reader.start()
+        elif current.result is not None:
+            self._current = None
+            self._deliver(current, current.result)
 
-    def finish(self, now: float) -> None:
-        """Finish the present profile: the ranks have ended."""
-        while (made := self._present) is not None:
-            self._go_on(made, now)
-            if made.reader is not None:
-                made.reader.join()
+    def _deliver(self, profile: _Profile, result: Profile) -> None:
+        self.finished.append(result)
+        self._show(result)
+        for future in profile.futures:
+            future.set_result(result)
+
+    def finish(self) -> None:
+        """Finish the current profile: the task has ended."""
+        if self._first is not None and all(rank.done is not None for rank in self._ranks):
+            self._deliver(_Profile(0, 0.0, []), Profile([], missing={rank.rank: _NO_STEP for rank in self._ranks}))
+        if self._current is not None:
+            self._current.missing.update(dict.fromkeys(self._current.deadlines, "it has ended"))
+            self._current.deadlines.clear()
+        since = time.monotonic()
+        while (current := self._current) is not None:
+            self._advance(current, since)
+            limit = _STOPPED_READ_TIMEOUT_S if self._commands.stop else _READ_TIMEOUT_S
+            if self._commands.kill or time.monotonic() > since + limit:
+                return  # `close` gives it up
+            if current.reader is not None:
+                current.reader.join(_READ_POLL_S)
 
     def close(self) -> None:
-        """Give up the present profile; the supervisor has failed."""
-        made, self._present = self._present, None
-        if made is not None:
-            if made.reader is None:
-                _close(made)
-            for future in made.futures:
+        """Give up the current profile, if there is one."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.is_given_up = True
+            if current.process is not None:
+                current.process.kill()
+            if current.reader is None:
+                _close(current)
+            for future in current.futures:
                 future.set_result(None)
 
     # -------------------------------------------------------------- in a thread
-    def _read(self, made: _Profile) -> None:
+    def _read(self, current: _Profile) -> None:
         try:
-            found = self._summarised(made)
-            made.found = replace(self._placed(found), missing=dict(sorted(made.missing.items())))
+            found = self._placed(self._summarised(current)) if current.recordings else Profile([])
+            current.result = replace(found, missing=dict(sorted(current.missing.items())))
         except Exception as error:  # noqa: BLE001  # the profile says so
             why = f"its recording could not be read: {error}"
-            made.found = Profile([], missing={**dict.fromkeys(made.recordings, why), **made.missing})
+            current.result = Profile([], missing={**dict.fromkeys(current.recordings, why), **current.missing})
         finally:
-            _close(made)
+            _close(current)
             self._commands.set()
 
-    def _summarised(self, made: _Profile) -> Profile:
-        recordings = [made.recordings[rank] for rank in sorted(made.recordings)]
-        if not recordings:
-            return Profile([])
-        trace = str(self._directory / f"profile{made.number}.json.gz")
-        done = subprocess.run(
+    def _summarised(self, current: _Profile) -> Profile:
+        trace = str(self._directory / f"profile{current.number}.json.gz")
+        recordings = sorted(current.recordings.items())
+        current.process = process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, json.dumps([installed_path(), os.getpid(), trace, recordings])],
-            pass_fds=[fd for fds in recordings for fd in fds],
+            pass_fds=[fd for _, fds in recordings for fd in fds],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # an interrupt of the terminal is not for it
-            timeout=_READ_TIMEOUT_S,
-            check=False,
         )
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.returncode}"]
+        with process:
+            if current.is_given_up:  # before `process` was set
+                process.kill()
+            try:
+                answer, errors = process.communicate(timeout=_READ_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise RuntimeError(f"that takes more than {_READ_TIMEOUT_S:g} s") from None
+        if process.returncode:
+            said = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
             raise RuntimeError(said[-1])
-        return Profile.from_json(json.loads(done.stdout))
+        return Profile.from_json(json.loads(answer))
 
     def _placed(self, profile: Profile) -> Profile:
         """Return a profile that names lines as the notebook does."""
@@ -192,7 +231,7 @@ class Profiling:
         return replace(place, text=self._formatter.line_at(place.file, place.line))
 
 
-def _close(made: _Profile) -> None:
-    for fds in made.recordings.values():
+def _close(profile: _Profile) -> None:
+    for fds in profile.recordings.values():
         for fd in fds:
             os.close(fd)

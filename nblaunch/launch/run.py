@@ -77,7 +77,7 @@ class Run:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        return tuple(self.task.profiling.made) if self.task.profiling is not None else ()
+        return tuple(self.task.profiling.finished) if self.task.profiling is not None else ()
 
     # -------------------------------------------------------------- new ranks
     def start(self, engine: Engine) -> Verdict:
@@ -95,8 +95,9 @@ class Run:
             limits = plan.options.stop_grace, job.deadline
             self.task = Task(1, group, self.view, self.commands, job.shipment.sources, *limits, console=job.console)
             opened.callback(self.task.close)
-            self._profile(self.task)
-            self.task.send(lambda rank: plan.world(rank, store), job.shipment.fds, last=True)
+            self.task.profiling = self._profiling()
+            profiles = plan.options.profile is not None
+            self.task.send(lambda rank: plan.world(rank, store), job.shipment.fds, last=True, reports_step=profiles)
             workers = [member.worker for member in group.members]
             patterns = plan.options.metric_patterns or ()
             self.output = OutputFollower(workers, patterns, self.view, lists_reports=self._lists_reports)
@@ -132,7 +133,7 @@ class Run:
             about = self.view, self.commands, job.shipment.sources, options.stop_grace, deadline
             self.task = Task(next(ranks.numbers), group, *about, policy=SESSION, console=job.console)
             opened.callback(self.task.close)
-            self._profile(self.task)
+            self.task.profiling = self._profiling()
             self.hint = no_group(ranks.name, absent)
             if self.hint:
                 self.note(self.hint)
@@ -142,7 +143,14 @@ class Run:
             payload = job.shipment.payload
             wanted = payload.function.ranks if isinstance(payload.function, Question) else None
             log_dir = str(self.files.directory)
-            self.task.send(ranks.world, job.shipment.fds, log_dir=log_dir, path=ranks.path, wanted=wanted)
+            self.task.send(
+                ranks.world,
+                job.shipment.fds,
+                log_dir=log_dir,
+                path=ranks.path,
+                wanted=wanted,
+                reports_step=options.profile is not None,
+            )
             present = [rank.member.worker for rank in self.task.present]
             patterns = options.metric_patterns
             is_own = patterns != ranks.plan.options.metric_patterns  # those of the session concern few of its cells
@@ -161,11 +169,10 @@ class Run:
             self.results = self.task.take_results()
             return verdict
 
-    def _profile(self, task: Task) -> None:
-        """Let the user profile a task."""
-        sources, directory, first = self.job.shipment.sources, self.files.directory, self.job.plan.options.profile
-        show = lambda profile: self.view.on(ProfileShown(profile))  # noqa: E731
-        task.profiling = Profiling(task.present, task.number, self.commands, sources, directory, show, first)
+    def _profiling(self) -> Profiling:
+        job, task = self.job, self.task
+        about = task.present, task.number, self.commands, job.shipment.sources, self.files.directory
+        return Profiling(*about, lambda profile: self.view.on(ProfileShown(profile)), job.plan.options.profile)
 
     def note(self, text: str) -> None:
         self.view.on(Note(text))

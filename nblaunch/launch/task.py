@@ -47,6 +47,7 @@ from nblaunch.wire.messages import (
     RankExited,
     Running,
     Source,
+    Stepped,
     World,
 )
 
@@ -112,6 +113,7 @@ class Task:
         log_dir: str = "",
         path: tuple[str, ...] = (),
         wanted: Collection[int] | None = None,
+        reports_step: bool = False,
     ) -> None:
         """Send the task to every rank. The parcel's descriptors stay open until every rank runs.
 
@@ -129,6 +131,7 @@ class Task:
                 is_last=last,
                 takes_part=wanted is None or rank.rank in wanted,
                 debugging=self.console.debugging,
+                reports_step=reports_step,
             )
             for rank in self.ranks
         ]
@@ -170,7 +173,7 @@ class Task:
             rank.names = message
         elif isinstance(message, FromDebugger):
             self.console.take(message)
-        elif isinstance(message, Profiled) and self.profiling is not None:
+        elif isinstance(message, (Stepped, Profiled)) and self.profiling is not None:
             self.profiling.take(message, event.parcel, event.lost, time.monotonic())
 
     def _note_failure(self, rank: Rank) -> None:
@@ -338,7 +341,7 @@ class Task:
         """Return the verdict. Every rank has returned, failed or exited."""
         self._show_states()
         if self.profiling is not None:
-            self.profiling.finish(time.monotonic())
+            self.profiling.finish()
         verdict = self.verdict()
         reason = self.ladder.reason if self.ladder is not None else None
         pair = reason.verdict.pair if isinstance(reason, NoProgress) else None

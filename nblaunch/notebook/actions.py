@@ -16,7 +16,7 @@ from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
 from nblaunch.engines import current
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, NblaunchError
 from nblaunch.launch import api
 from nblaunch.launch import session as live_sessions
 from nblaunch.launch.attached import attached
@@ -207,8 +207,15 @@ _SECONDS = argument("--seconds", type=float, default=PROFILE_S, help="how long t
 @command("profile", _SECONDS)
 def _profile(shell: Any, seconds: float) -> str:
     """Profile the ranks of all launches: where their time goes."""
-    launches = [*live_launches(), *attached()]
-    return "\n\n".join(f"{launch!r}\n{launch.profile(seconds)!r}" for launch in launches) or "no launch is running"
+    texts = []
+    for launch in [*live_launches(), *attached()]:
+        try:
+            texts.append(f"{launch!r}\n{launch.profile(seconds)!r}")
+        except ArgumentError:
+            raise
+        except NblaunchError as error:  # it has ended meanwhile, or does not run yet
+            texts.append(str(error))
+    return "\n\n".join(texts) or "no launch is running"
 
 
 @command("stop")

@@ -289,16 +289,14 @@ class RecordText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracePart:
-    """Bytes of a trace, in the message's buffer, one part after the other; size is that of the whole. 0: it is gone."""
+class TraceFile:
+    """The trace of the last profile, in the message's buffer; empty: it is gone."""
 
     kind: Literal["trace"] = "trace"
     name: str
-    offset: int
-    size: int
 
 
-ToPage = Delta | Snapshot | Acknowledged | RecordText | TracePart
+ToPage = Delta | Snapshot | Acknowledged | RecordText | TraceFile
 
 
 # ------------------------------------------------------------------ from the page

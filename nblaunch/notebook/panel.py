@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from nblaunch.launch import run_folders
@@ -44,7 +43,7 @@ from nblaunch.notebook.page_messages import (
     Request,
     Resync,
     Snapshot,
-    TracePart,
+    TraceFile,
     from_content,
     to_content,
 )
@@ -66,7 +65,6 @@ _SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 _BYTES_PER_MESSAGE = (200 << 10) * _SEND_INTERVAL_S
 """With the record, which may follow at the end, the panel stays below 256 KB a second."""
-_TRACE_PART_BYTES = 1 << 20
 HEARTBEAT_INTERVAL_S = 2.0
 """Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 _FIRST_SAMPLE_INTERVAL_S = 0.2
@@ -298,7 +296,10 @@ class PanelView(View):
         if widget is None:
             return
         if needs_trace and model.trace is not None:
-            _send_trace(widget, model.trace)
+            trace = b""
+            with contextlib.suppress(OSError):  # removed with the logs
+                trace = model.trace.read_bytes()
+            widget.send(to_content(TraceFile(name=model.trace.name)), [trace])
         if record is not None:
             html = as_html(record)
             content = to_content(RecordText(html=html, text=as_text(html)))
@@ -369,17 +370,6 @@ class PanelView(View):
                     controls.kill() if kind == "kill" else controls.stop()
                 action: Any = "done" if done else kind
                 widget.send(to_content(Acknowledged(action=action, launch=launch)))
-
-
-def _send_trace(widget: Any, path: Path) -> None:
-    """Send a file that the reader wants to save, without a limit of the rate: nothing else follows so closely."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            while data := file.read(_TRACE_PART_BYTES):
-                widget.send(to_content(TracePart(name=path.name, offset=file.tell() - len(data), size=size)), [data])
-    except OSError:  # removed with the logs
-        widget.send(to_content(TracePart(name=path.name, offset=0, size=0)))
 
 
 def unseen_panels(heard_until: float) -> list[LaunchInfo]:

@@ -324,7 +324,7 @@ _BAR = "width:100%;height:13px;overflow:hidden;white-space:nowrap;font-size:0;bo
 def profile_html(profile: Profile) -> str:
     """Return a profile as HTML of some 10 KB, for records and panels."""
     parts = [f"<div><b>{_text(profile.sentence, 500)}</b></div>"]
-    parts += [f'<div style="{DIM}">{_text(said, 500)}</div>' for said in profile.said_of_missing]
+    parts += [f'<div style="{DIM}">{_text(said, 500)}</div>' for said in profile.missing_text]
     if profile.ranks:
         parts.append(_shares(profile))
     if profile.operations:
@@ -339,7 +339,7 @@ def profile_html(profile: Profile) -> str:
 
 def _shares(profile: Profile) -> str:
     """Return a bar for each rank, and the table that says the same in numbers."""
-    is_gpu = profile.ranks[0].has_gpu
+    is_gpu = any(each.has_gpu for each in profile.ranks)
     names = [
         f'<span style="color:{colour}">■</span>&nbsp;{_part_name(part, is_gpu)}'
         for part, colour in _PART_COLOURS.items()

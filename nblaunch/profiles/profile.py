@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -29,7 +29,6 @@ _MIN_OTHER = 0.4
 _MIN_LATE = 0.6
 """Share of the waiting that one rank has caused, from which it is the cause."""
 _MAX_PLACE = 100
-_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +105,8 @@ class Traffic:
     calls: float
 
 
-class Summary(Sequence[Mapping[str, float]]):
+class Summary(list[dict[str, float]]):
     """The table of a profile: a row for each rank, with its rate and the share of each part."""
-
-    def __init__(self, ranks: Sequence[RankProfile]) -> None:
-        self._rows = [
-            {
-                "rank": each.rank,
-                "seconds": each.seconds,
-                "steps_per_second": each.steps_per_second,
-                **{part: each.share(part) for part in PARTS},
-            }
-            for each in ranks
-        ]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Mapping[str, float]]:
-        return iter(self._rows)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a DataFrame with one row per rank: rank, seconds, steps_per_second, and the share of each part (0..1).
@@ -137,11 +116,11 @@ class Summary(Sequence[Mapping[str, float]]):
         """
         import pandas
 
-        return pandas.DataFrame(self._rows)
+        return pandas.DataFrame(self)
 
     def __repr__(self) -> str:
         lines = ["rank  steps/s  " + "  ".join(PARTS)]
-        for row in self._rows:
+        for row in self:
             rate = f"{row['steps_per_second']:.3g}" if row["steps_per_second"] else "-"
             shares = (f"{row[part]:.0%}".rjust(len(part)) for part in PARTS)
             lines.append(f"{row['rank']:>4}  {rate:>7}  " + "  ".join(shares))
@@ -154,7 +133,7 @@ class Profile:
 
     Attributes:
         ranks: What each rank did.
-        operations: The ten operations that took the ranks the most time, the dearest first.
+        operations: The ten operations that took the ranks the most time, the most expensive first.
         missing: Why a rank is not in the profile, by rank.
         trace: The merged trace of all ranks on one clock, for https://ui.perfetto.dev; None: there is none.
     """
@@ -168,7 +147,15 @@ class Profile:
     @property
     def summary(self) -> Summary:
         """The shares of each rank, as a table with ``to_pandas()``."""
-        return Summary(self.ranks)
+        return Summary(
+            {
+                "rank": each.rank,
+                "seconds": each.seconds,
+                "steps_per_second": each.steps_per_second,
+                **{part: each.share(part) for part in PARTS},
+            }
+            for each in self.ranks
+        )
 
     @property
     def sentence(self) -> str:
@@ -176,14 +163,14 @@ class Profile:
         return sentence_of(self)
 
     @property
-    def said_of_missing(self) -> list[str]:
+    def missing_text(self) -> list[str]:
         by_reason: dict[str, list[int]] = {}
         for rank, reason in self.missing.items():
             by_reason.setdefault(reason, []).append(rank)
         return [f"Not in this profile: {_named(ranks)}: {reason}" for reason, ranks in by_reason.items()]
 
     def __repr__(self) -> str:
-        lines = [self.sentence, *self.said_of_missing]
+        lines = [self.sentence, *self.missing_text]
         if self.ranks:
             lines.append(repr(self.summary))
         lines += [f"{_cost(each)}  {each.name}{f'  {each.place}' if each.place else ''}" for each in self.operations]
@@ -245,14 +232,14 @@ def sentence_of(profile: Profile) -> str:
             return f"{who} {share:.0%} of the time for rank {latest.rank}{_why_late(latest, others)}."
     elif statistics.mean(waiting.values()) >= _MIN_WAITING:
         share = statistics.mean(waiting.values())
-        return f"Ranks wait {share:.0%} of the time for each other: no single rank is the last."
+        return f"Ranks wait {share:.0%} of the time for each other: no single rank is to blame."
     means = {part: statistics.mean(each.share(part) for each in ranks) for part in PARTS}
     if means["communication"] >= _MIN_COMMUNICATION:
         return f"Communication is {means['communication']:.0%} of {_step(ranks)}{_traffic(profile.traffic, ranks)}."
     if means["data"] >= _MIN_DATA:
         return f"Data loading is {means['data']:.0%} of {_step(ranks)}{_at(ranks, 'data')}."
     if means["other"] >= _MIN_OTHER:
-        what = "The GPU is idle for" if ranks[0].has_gpu else "Code outside of torch takes"
+        what = "The GPU is idle for" if any(each.has_gpu for each in ranks) else "Code outside of torch takes"
         return f"{what} {means['other']:.0%} of {_step(ranks)}{_at(ranks, 'other')}."
     even = f"The {len(ranks)} ranks are even: computation" if len(ranks) > 1 else "Computation"
     return f"{even} is {means['compute']:.0%} of {_step(ranks)}."
@@ -287,6 +274,4 @@ def _traffic(traffic: Traffic | None, ranks: Sequence[RankProfile]) -> str:
     if traffic is None:
         return ""
     per = "" if all(each.steps for each in ranks) else " each second"
-    said = f": {traffic.calls:.3g} × {traffic.call}{f' of {in_words(traffic.size)}' * bool(traffic.size)}{per}"
-    is_small = traffic.call.replace("_", "") == "allreduce" and 0 < traffic.size < _SMALL_BYTES
-    return said + ", and larger buckets would be fewer" * (is_small and traffic.calls > 2)
+    return f": {traffic.calls:.3g} × {traffic.call}{f' of {in_words(traffic.size)}' * bool(traffic.size)}{per}"

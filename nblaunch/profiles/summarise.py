@@ -29,8 +29,12 @@ _PIDS_PER_RANK = 1000
 """A rank has a pid for its process and one for each device in a merged trace."""
 
 
-def main(parent: int, trace: str, recordings: Sequence[tuple[int, int]]) -> None:
-    """Print the profile of recordings, each the descriptors of two files, and write their merged trace."""
+Recordings = Sequence[tuple[int, tuple[int, int]]]
+"""Of each rank: the descriptors of its two files."""
+
+
+def main(parent: int, trace: str, recordings: Recordings) -> None:
+    """Print the profile of recordings, and write their merged trace."""
     die_with_parent(parent)
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):  # a session of its own shares the CPUs equally with others, however nice it is
@@ -39,27 +43,39 @@ def main(parent: int, trace: str, recordings: Sequence[tuple[int, int]]) -> None
     print(json.dumps(summarise(recordings, Path(trace)).to_json()))  # noqa: T201  # the answer
 
 
-def summarise(recordings: Sequence[tuple[int, int]], trace: Path) -> Profile:
+def summarise(recordings: Recordings, trace: Path) -> Profile:
     """Return the profile of these recordings, and write their merged trace. Closes the descriptors."""
     timelines: list[Timeline] = []
-    origin = 0.0
+    abouts = [_read(fds[0]) for _, fds in recordings]
+    windows = common_windows(abouts)
+    origin = abouts[0]["begin"] / 1e3
     partial = trace.with_name(f"{trace.name}.partial")
     with _removed_on_failure(partial), gzip.open(partial, "wt", compresslevel=3) as merged:
         merged.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for about_fd, trace_fd in recordings:
-            about, recorded = _read(about_fd), _read(trace_fd)
-            origin = origin or about["begin"] / 1e3
-            own = timeline(about, recorded, origin)
+        for (rank, fds), about in zip(recordings, abouts, strict=True):
+            recorded = _read(fds[1])
+            about |= windows[about["host"]]
+            own_origin, own = origin, timeline(rank, about, recorded, origin)
             if timelines and own.host != timelines[0].host:  # their clocks differ
                 own_origin = origin + _lag(own, timelines[0])
-                own = timeline(about, recorded, own_origin)
-            else:
-                own_origin = origin
-            merged.write(", " * bool(timelines) + _events_text(own.rank, recorded, shift_of(recorded, own_origin)))
+                own = timeline(rank, about, recorded, own_origin)
+            merged.write(", " * bool(timelines) + _events_text(rank, recorded, shift_of(recorded, own_origin)))
             timelines.append(own)
         merged.write("]}")
     os.replace(partial, trace)
     return replace(compare(timelines), trace=trace)
+
+
+def common_windows(abouts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the time that all ranks have recorded, by the clock of each host; nothing if there is none.
+
+    Ranks begin at the same moment, and busy ones end earlier. What one rank has not seen cannot be compared.
+    """
+    begins: dict[str, int] = {}
+    for about in abouts:
+        begins[about["host"]] = max(begins.get(about["host"], 0), about["begin"])
+    length = min(about["end"] - begins[about["host"]] for about in abouts)
+    return {host: {"begin": begin, "end": begin + length} if length > 0 else {} for host, begin in begins.items()}
 
 
 @contextlib.contextmanager
@@ -133,10 +149,10 @@ def compare(timelines: Sequence[Timeline]) -> Profile:
         length = (each.window[1] - each.window[0]) / 1e6
         ranks.append(RankProfile(each.rank, length, each.steps, seconds, 0.0, each.has_gpu, dict(each.places)))
     ranks = [replace(each, late=lateness[number]) for number, each in enumerate(ranks)]
-    return Profile(ranks, _dearest(timelines), _traffic(timelines[0]))
+    return Profile(ranks, _most_expensive(timelines), _traffic(timelines[0]))
 
 
-def _dearest(timelines: Sequence[Timeline]) -> list[Operation]:
+def _most_expensive(timelines: Sequence[Timeline]) -> list[Operation]:
     seconds: Counter[str] = Counter()
     for each in timelines:
         seconds.update({name: costs.seconds for name, costs in each.operations.items()})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,23 +31,8 @@ _NCCL = ("ncclDevKernel", "ncclKernel")
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _MIN_STEPS = 3
 """Steps whose ends bound the time that is looked at: of fewer, all that was recorded."""
-_BYTES = {
-    "float64": 8,
-    "double": 8,
-    "int64": 8,
-    "long": 8,
-    "complex64": 8,
-    "float32": 4,
-    "float": 4,
-    "int32": 4,
-    "int": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "int16": 2,
-    "short": 2,
-}
-"""Of one element by dtype, as torch and NCCL name it; 1 for others."""
+_BYTES_OF_C = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "short": 2}
+"""Of one element, by a name of C that NCCL uses; others have the bits in their names."""
 OUTSIDE = "outside of torch"
 
 
@@ -181,12 +167,12 @@ class _Samples:
                 yield self._places[place]
 
 
-def timeline(about: Mapping[str, Any], trace: Mapping[str, Any], origin: float) -> Timeline:
+def timeline(rank: int, about: Mapping[str, Any], trace: Mapping[str, Any], origin: float) -> Timeline:
     """Return the timeline of a recording: its two files as JSON has them."""
     events, samples = _Events(about, trace, origin), _Samples(about, origin)
-    ends = [end for _, end in union(events.steps)]
-    window = (about["begin"] / 1e3 - origin, about["end"] / 1e3 - origin)
-    steps = len([end for end in ends if window[0] <= end <= window[1]])
+    recorded = window = (about["begin"] / 1e3 - origin, about["end"] / 1e3 - origin)
+    ends = [end for _, end in union(events.steps) if window[0] <= end <= window[1]]
+    steps = len(ends)
     if steps >= _MIN_STEPS:
         window, steps = (ends[0], ends[-1]), steps - 1
     collectives = _collectives(about, events, origin)
@@ -198,8 +184,9 @@ def timeline(about: Mapping[str, Any], trace: Mapping[str, Any], origin: float) 
             minus(parts["communication"], python),
             union([*parts["other"], *python]),
         )
-    for part in ("data", "communication"):  # calls that began before the recording
-        own = samples.within(parts["other"], part)
+    before = [gap for gap in parts["other"] if gap[0] == recorded[0]]  # a call that began before the recording
+    for part in ("data", "communication"):
+        own = samples.within(before, part)
         parts[part], parts["other"] = union([*parts[part], *own]), minus(parts["other"], own)
     places = {}
     for part, spans in parts.items():
@@ -213,9 +200,7 @@ def timeline(about: Mapping[str, Any], trace: Mapping[str, Any], origin: float) 
             costs[each.call].add(total(exposed), each.place, calls=1)
     if parts["other"]:
         costs[OUTSIDE].add(total(parts["other"]), places.get("other"))
-    return Timeline(
-        about["rank"], str(trace.get("host_name", "")), window, steps, has_gpu, parts, collectives, costs, places
-    )
+    return Timeline(rank, about["host"], window, steps, has_gpu, parts, collectives, costs, places)
 
 
 def _on_cpu(events: _Events, window: list[Span]) -> dict[Part, list[Span]]:
@@ -264,16 +249,24 @@ def _collectives(about: Mapping[str, Any], events: _Events, origin: float) -> li
     for (begin, end), call, args in sorted(events.in_flight, key=lambda each: each[0]):
         key, size, place = None, 0, None
         waiting = counted.get(call.replace("_", ""), [])
-        if "Seq" in args:
+        if "Src Rank" in args or "Dst Rank" in args or call in ("send", "recv"):
+            pass  # a transfer between two ranks has numbers of its own
+        elif "Seq" in args:
             key = (str(args.get("Process Group Name")), str(args.get("Process Group Ranks")), int(args["Seq"]))
-            size = int(args.get("In msg nelems", 0)) * _BYTES.get(str(args.get("dtype")).lower(), 1)
+            size = int(args.get("In msg nelems", 0)) * _bytes_of(str(args.get("dtype")))
         elif waiting and waiting[0][0] / 1e3 - origin <= begin:
             _, group, members, number, _, detail, file, line = waiting.pop(0)
             elements, _, dtype = detail.partition(" ")
-            key, size = (group, members, number), int(elements or 0) * _BYTES.get(dtype.partition(" ")[0], 1)
+            key, size = (group, members, number), int(elements or 0) * _bytes_of(dtype)
             place = Place(file, line) if line else None
         found.append(Collective(key, begin, end, call, size, place))
     return found
+
+
+def _bytes_of(dtype: str) -> int:
+    """Return the bytes of one element; 1 if they are not known."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else _BYTES_OF_C.get(dtype.lower(), 1)
 
 
 # ------------------------------------------------------------------ operations

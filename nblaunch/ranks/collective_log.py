@@ -56,8 +56,8 @@ class CollectiveLog:
         """By name; none where torch has the hook."""
         self._uncertain = 0
         self._place = (0, 1)
-        self.listener: Callable[[Begun], None] | None = None
-        """Gets each collective as it begins."""
+        self.listener: Callable[[Begun, bool], None] | None = None
+        """Gets each collective as it begins, and whether its tensors are on the CPU."""
 
     def open(self, scratch: str, rank: int, world_size: int) -> None:
         """Log to this rank's rows of the table, for the kernel, from now on."""
@@ -128,10 +128,10 @@ class CollectiveLog:
             begun = Begun(group.count, line, time.monotonic_ns(), group.name, group.members, name.lower(), detail, file)
             if self._rows is not None:
                 self._rows.write(begun)
-            if self.listener is not None:
-                self.listener(begun)
             if not is_transfer:
                 group.last = begun
+            if (listener := self.listener) is not None:
+                listener(begun, not tensors or tensors[0].device.type == "cpu")
 
 
 def _is_of_user(thread: int) -> bool:

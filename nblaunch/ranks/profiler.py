@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import functools
 import json
 import linecache
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -30,35 +32,59 @@ from nblaunch.machine.own_code import (
     is_users,
 )
 from nblaunch.ranks.collective_log import collective_log
-from nblaunch.wire.messages import Profiled, RankSpec, StartProfile
+from nblaunch.wire.messages import Profiled, RankSpec, StartProfile, Stepped, Task
 from nblaunch.wire.tables import Begun
 
 _SAMPLE_INTERVAL_S = 0.01
-_STEP_POLL_S = 0.05
-_PROBE_S = 0.1
+_PROBE_S = 0.2
 _MAX_TRACE_BYTES = 32 << 20
-"""A busier rank records for a shorter time: so much takes 0.1 s to stop, and a second to read."""
+"""A busier rank records for a shorter time. So much takes 0.1 s to stop and 0.1 s to save, in which the rank waits."""
 _END_TIMEOUT_S = 30.0
-"""For the recording of a task that has returned to be stored."""
-_STDERR = 2
+"""For the recording of a task that has returned to be stored, or for one that another profiler has ended to stop."""
 _is_users, _is_data_loading = functools.lru_cache(4096)(is_users), functools.lru_cache(4096)(is_data_loading)
 
 
 class Profiler:
-    """See the module. `begin` is called in the reading thread, `end_task` in the main thread."""
+    """See the module. `begin` is called in the reading thread, the other methods in the main thread."""
 
     def __init__(self, spec: RankSpec, send: Callable[..., None]) -> None:
         self._rank, self._scratch, self._send = spec.rank, spec.scratch, send
         self._main = threading.get_native_id()  # main_thread().native_id is that of the process that was forked
+        self._task = 0
+        """The present task; 0: none."""
         self._ends = threading.Event()
-        """The task has ended."""
+        """The recording is to end."""
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._hook: Any = None
+        self._has_stepped = False
+
+    def begin_task(self, task: Task) -> None:
+        """Prepare for the user's code. Later, another thread must not register a hook: a step may read them."""
+        self._task, self._has_stepped = task.task, False
+        if task.reports_step and "torch" in sys.modules:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._hook = register_optimizer_step_post_hook(self._on_step)
+
+    def _on_step(self, *_: object) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._send(Stepped(self._rank, self._task))
+
+    def end_task(self, *, waits: bool) -> None:
+        """End the recording now. `waits`: until the kernel has it, which must have it before the task's result."""
+        self._task = 0
+        self._ends.set()
+        if waits:
+            self._is_idle.wait(_END_TIMEOUT_S)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def begin(self, asked: StartProfile) -> None:
-        if not self._is_idle.is_set():
-            self._answer(asked, "it still stores an earlier profile")
+        if asked.task != self._task or not self._is_idle.is_set():
+            self._answer(asked, "it has ended" if asked.task != self._task else "it still stores an earlier profile")
             return
         self._is_idle.clear()
         self._ends.clear()
@@ -67,15 +93,6 @@ class Profiler:
         except RuntimeError as error:
             self._is_idle.set()
             self._answer(asked, str(error))
-
-    def end_task(self, *, waits: bool) -> None:
-        """End the recording now. `waits`: until the kernel has it, which must have it before the task's result."""
-        self._ends.set()
-        if waits:
-            self._is_idle.wait(_END_TIMEOUT_S)
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     def _answer(self, asked: StartProfile, problem: str, *fds: int) -> None:
         self._send(Profiled(self._rank, asked.task, asked.number, problem=problem), *fds)
@@ -97,40 +114,39 @@ class Profiler:
         torch = sys.modules.get("torch")
         if torch is None:
             return "it has not imported torch", []
-        backend: Any = sys.modules["torch.autograd.profiler"]
-        if backend._is_profiler_enabled:
+        if sys.modules["torch.autograd.profiler"]._is_profiler_enabled:
             return "its own code runs torch.profiler at this moment", []
         try:
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         except TypeError:
             return f"torch {torch.__version__} cannot profile other threads; torch 2.8 can", []
-        if asked.after_step and not self._await_step():
-            return "it has ended without an optimizer step", []
         self._send(Profiled(self._rank, asked.task, asked.number, has_begun=True))
         path = os.path.join(self._scratch, f"rank{self._rank}.trace.json")
         try:
-            self._trace(config, _PROBE_S, path)  # tells how much a second takes
-            fitting = _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path)
-            recording = self._trace(config, min(asked.seconds, max(fitting, _PROBE_S)), path)
+            recording = self._trace(config, _PROBE_S, path)  # tells how much a second takes
+            seconds = min(asked.seconds, _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path))
+            if seconds > _PROBE_S and not self._ends.is_set():
+                recording = self._trace(config, seconds, path)
             trace = opened.enter_context(open(path, "rb"))
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         about = opened.enter_context(tempfile.TemporaryFile(dir=self._scratch))
-        about.write(recording.in_json(self._rank, self._main))
+        about.write(recording.in_json(self._main))
         about.flush()
         return "", [about, trace]
 
     def _trace(self, config: Any, seconds: float, path: str) -> _Recording:
+        """Record, and write torch's trace to a file."""
         torch: Any = sys.modules["torch"]
         backend: Any = sys.modules["torch.autograd.profiler"]
         # torch.profiler.profile would import torch._inductor, which takes a second.
         device = "cuda" if torch.cuda.is_initialized() else None
         profile = backend.profile(use_kineto=True, use_device=device, experimental_config=config)
         recording = _Recording()
-        with _quiet(), _without_forks():
-            profile._prepare_trace()
-        with _without_forks():
+        with _giving_way(backend, self._ends), _without_forks():
+            with _quiet():
+                profile._prepare_trace()
             try:
                 profile._start_trace()
                 recording.watch(time.monotonic() + seconds, self._ends)
@@ -139,17 +155,6 @@ class Profiler:
                 backend._run_on_profiler_stop()
         trace.save(path)
         return recording
-
-    def _await_step(self) -> bool:
-        """Wait for an optimizer's step. Return False if the task ends first."""
-        stepped = threading.Event()
-        optimizers: Any = sys.modules["torch.optim.optimizer"]
-        # It stays until the end of the task: to remove it here would change a dictionary that the step may read.
-        self._hook = optimizers.register_optimizer_step_post_hook(lambda *_: stepped.set())
-        while not stepped.wait(_STEP_POLL_S):
-            if self._ends.is_set():
-                return False
-        return True
 
 
 class _Recording:
@@ -164,18 +169,18 @@ class _Recording:
     def watch(self, deadline: float, ends: threading.Event) -> None:
         main = threading.main_thread().ident or 0
         self._begin = time.time_ns()
-        collective_log.listener = self._collectives.append
+        collective_log.listener = lambda begun, on_cpu: self._collectives.append(begun) if on_cpu else None
         try:
             while time.monotonic() < deadline and not ends.wait(_SAMPLE_INTERVAL_S):
-                frame = sys._current_frames().get(main)
-                self._samples.append((time.time_ns(), *self._look(frame)))
+                # No name for the frame: it would keep the user's tensors alive until the next sample.
+                self._samples.append((time.time_ns(), *self._look(sys._current_frames().get(main))))
         finally:
             collective_log.listener = None
             self._end = time.time_ns()
 
     def _look(self, frame: FrameType | None) -> tuple[int, str]:
-        """Return the number of the user's innermost line, -1 for none, and what the thread does, as in `_doing`."""
-        place, doing = -1, "" if frame is None else _doing(frame.f_code.co_filename, frame.f_lineno or 0)
+        """Return the number of the user's innermost line, -1 for none, and what the thread does, as in `_activity`."""
+        place, doing = -1, "" if frame is None else _activity(frame.f_code.co_filename, frame.f_lineno or 0)
         while frame is not None:
             file = frame.f_code.co_filename
             if place < 0 and _is_users(file):
@@ -185,7 +190,7 @@ class _Recording:
             frame = frame.f_back
         return place, doing
 
-    def in_json(self, rank: int, main: int) -> bytes:
+    def in_json(self, main: int) -> bytes:
         """Return it with times in nanoseconds since the epoch, as those of the trace."""
         offset = time.time_ns() - time.monotonic_ns()
         begun = [
@@ -194,8 +199,8 @@ class _Recording:
             if not each.is_transfer
         ]
         about = {
-            "rank": rank,
             "main": main,
+            "host": socket.gethostname(),
             "begin": self._begin,
             "end": self._end,
             "places": list(self._places),
@@ -206,7 +211,7 @@ class _Recording:
 
 
 @functools.lru_cache(4096)
-def _doing(file: str, line: int) -> str:
+def _activity(file: str, line: int) -> str:
     """Return what a thread does whose innermost call is at this line: ``communication``, ``python`` or unknown."""
     if is_collective(file) or is_file(file, COLLECTIVE_LOG):
         return "communication"
@@ -215,16 +220,36 @@ def _doing(file: str, line: int) -> str:
 
 # ------------------------------------------------------------------ the profiler's side effects
 _is_recording = False
-_has_begun = False
+_is_prepared = False
+
+
+@contextlib.contextmanager
+def _giving_way(backend: Any, ends: threading.Event) -> Iterator[None]:
+    """End this recording before another profiler of the process begins: torch has one, and would crash."""
+    own, is_over, prepare = _thread.get_ident(), threading.Event(), backend._prepare_profiler
+
+    def prepare_next(*args: Any, **options: Any) -> Any:
+        if _thread.get_ident() != own:
+            ends.set()
+            is_over.wait(_END_TIMEOUT_S)
+        return prepare(*args, **options)
+
+    backend._prepare_profiler = prepare_next
+    try:
+        yield
+    finally:
+        backend._prepare_profiler = prepare
+        is_over.set()
 
 
 @contextlib.contextmanager
 def _without_forks() -> Iterator[None]:
     """Record for this process alone: a DataLoader's worker that is forked meanwhile would record to its end."""
-    global _is_recording, _has_begun
-    if not _has_begun:
+    global _is_recording, _is_prepared
+    if not _is_prepared:
         os.register_at_fork(after_in_child=_forget)
-    _is_recording = _has_begun = True
+        _is_prepared = True
+    _is_recording = True
     try:
         yield
     finally:
@@ -238,19 +263,24 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop the lines that Kineto writes to stderr at its start, and no other lines."""
-    if _has_begun:
+    """Keep Kineto from writing about its start to stderr: by its own variable, and a line by the stream of C code."""
+    has_level = "KINETO_LOG_LEVEL" in os.environ
+    libc = ctypes.CDLL(None)
+    try:
+        stream = ctypes.c_void_p.in_dll(libc, "stderr")
+    except ValueError:  # another name, as on macOS
         yield
         return
-    if "KINETO_LOG_LEVEL" not in os.environ:
+    libc.fopen.restype, libc.fclose.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before, nowhere = stream.value, libc.fopen(os.devnull.encode(), b"w")
+    if not has_level:
         os.putenv("KINETO_LOG_LEVEL", "99")  # read once
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(_STDERR), "wb") as stderr:
-        os.dup2(held.fileno(), _STDERR)
-        try:
-            yield
-        finally:
-            os.dup2(stderr.fileno(), _STDERR)
-            if "KINETO_LOG_LEVEL" not in os.environ:
-                os.unsetenv("KINETO_LOG_LEVEL")
-            held.seek(0)
-            stderr.writelines(line for line in held if not line.startswith(b"ERROR: External init callback"))
+    stream.value = nowhere or before
+    try:
+        yield
+    finally:
+        stream.value = before
+        if nowhere:
+            libc.fclose(nowhere)
+        if not has_level:
+            os.unsetenv("KINETO_LOG_LEVEL")

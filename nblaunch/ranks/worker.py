@@ -214,6 +214,7 @@ class _Rank:
     def run(self, task: Task, fds: list[int]) -> int:
         """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
         self.breakpoints.begin_task(task.debugging)
+        self.profiler.begin_task(task)
         try:
             result, changed = self.work(task, fds)
         except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised

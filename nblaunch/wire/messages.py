@@ -258,6 +258,8 @@ class Task:
     takes_part: bool = True
     """Whether the rank runs it; else it returns None at once."""
     debugging: Debugging = field(default_factory=Debugging)
+    reports_step: bool = False
+    """Whether the rank reports the first step of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,12 +505,19 @@ ToDebugger = Typed | Look
 # ------------------------------------------------------------------ profiles
 @dataclass(frozen=True, slots=True)
 class StartProfile:
-    """Kernel -> rank: record for some seconds what you do, beginning now or after the next step of an optimizer."""
+    """Kernel -> rank: begin a recording of this length."""
 
     task: int
     number: int
     seconds: float
-    after_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Rank -> kernel: an optimizer has made its first step."""
+
+    rank: int
+    task: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,9 @@ def test_a_page_gets_a_profile_while_the_cell_runs_and_saves_its_trace(page: Pag
     assert re.search("Code outside of torch takes", page.part("profile")["html"])
     assert cell not in page.idle
     page.send(kind="trace", launch=launch)
-    page.take_until(lambda: trace_of(page))
-    events = json.loads(gzip.decompress(trace_of(page)))["traceEvents"]
+    page.take_until(lambda: page.of("trace"))
+    (content,) = (data for _, message, data in page.messages if message["kind"] == "trace")
+    events = json.loads(gzip.decompress(content))["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
     (folder / "leave").touch()
     page.take_until(lambda: cell in page.idle)
@@ -76,11 +77,4 @@ def test_a_page_gets_a_profile_while_the_cell_runs_and_saves_its_trace(page: Pag
     page.messages.clear()
     page.send(kind="trace", launch=launch)
     page.take_until(lambda: page.of("trace"))
-    assert page.of("trace")[0]["size"] == 0
-
-
-def trace_of(page: Page) -> bytes:
-    """The bytes that have come, once they are all; none before."""
-    parts = [(part["size"], data) for _, part, data in page.messages if part["kind"] == "trace"]
-    data = b"".join(data for _, data in parts)
-    return data if parts and len(data) == parts[0][0] else b""
+    assert page.messages[-1][2] == b""

@@ -34,6 +34,8 @@ class Rank:
 
     def __init__(self, rank: int = 0, host: str = "a", length: float = 100.0) -> None:
         self.rank, self.host, self.length = rank, host, length
+        self.begin = self.ahead = 0.0
+        """When its recording began, and how far its clock is ahead."""
         self.events: list[dict[str, Any]] = []
         self.samples: list[tuple[float, int, str]] = []
         self.collectives: list[Any] = []
@@ -83,18 +85,19 @@ class Rank:
 
     @property
     def about(self) -> dict[str, Any]:
-        begin = BASE_NS + int(1000 * BEGIN_US)
-        samples = [(begin + int(at * 1e6), place, doing) for at, place, doing in sorted(self.samples)]
-        end = begin + int(self.length * 1e6)
-        known = {"rank": self.rank, "main": MAIN, "begin": begin, "end": end}
-        return {**known, "places": self.places, "samples": samples, "collectives": self.collectives}
+        zero = BASE_NS + int(1000 * BEGIN_US + 1e6 * self.ahead)
+        samples = [(zero + int(at * 1e6), place, doing) for at, place, doing in sorted(self.samples)]
+        collectives = [[each[0] + int(1e6 * self.ahead), *each[1:]] for each in self.collectives]
+        recorded = {"begin": zero + int(1e6 * self.begin), "end": zero + int(1e6 * self.length)}
+        known = {"main": MAIN, "host": self.host, **recorded}
+        return {**known, "places": self.places, "samples": samples, "collectives": collectives}
 
     @property
     def trace(self) -> dict[str, Any]:
         named = {"ph": "M", "name": "process_name", "ts": BEGIN_US, "pid": 77, "tid": 0, "args": {"name": "python"}}
         flow = {"ph": "s", "name": "ac2g", "id": 5, "pid": 77, "tid": MAIN, "ts": BEGIN_US, "cat": "ac2g"}
-        events = [named, flow, *self.events]
-        return {"host_name": self.host, "baseTimeNanoseconds": BASE_NS, "traceEvents": events}
+        events = [{**event, "ts": event["ts"] + 1000 * self.ahead} for event in [named, flow, *self.events]]
+        return {"baseTimeNanoseconds": BASE_NS, "traceEvents": events}
 
     def profile(self) -> RankProfile:
         return compared(self).ranks[0]
@@ -102,7 +105,10 @@ class Rank:
 
 def compared(*ranks: Rank) -> Profile:
     origin = BASE_NS / 1e3 + BEGIN_US
-    return summarise.compare([timeline(each.about, each.trace, origin) for each in ranks])
+    abouts = [each.about for each in ranks]
+    windows = summarise.common_windows(abouts)
+    seen = zip(ranks, abouts, strict=True)
+    return summarise.compare([timeline(it.rank, {**own, **windows[it.host]}, it.trace, origin) for it, own in seen])
 
 
 def shares(rank: RankProfile) -> dict[Part, int]:
@@ -265,6 +271,25 @@ def test_waiting_ends_when_the_last_rank_joins() -> None:
     assert second.late == pytest.approx(0.27, rel=0.01)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 300), (300, 1000), (500, 800)])
+def test_only_the_time_that_all_ranks_have_recorded_counts(begin: float, end: float) -> None:
+    first, second = pair(late_by=30)
+    second.begin, second.length = begin, end
+    second.events = [each for each in second.events if begin <= (each["ts"] - BEGIN_US) / 1000 < end]
+    second.collectives = [each for each in second.collectives if begin < 100 * each[3] < end + 100]
+    profile = compared(first, second)
+    assert profile.ranks[0].share("waiting") == pytest.approx(0.3, abs=0.05), profile
+    assert profile.ranks[0].seconds <= (end - begin) / 1000
+
+
+def test_a_transfer_between_two_ranks_is_no_collective_of_all() -> None:
+    first, second = gpu_rank(0, joins=50), gpu_rank(1, joins=75)
+    for event in first.events:
+        if "Collective name" in event["args"]:
+            event["args"] |= {"Collective name": "send", "Dst Rank": 1}
+    assert compared(first, second).ranks[0].share("waiting") == 0
+
+
 def test_collectives_are_told_apart_by_their_numbers() -> None:
     first, second = pair(late_by=30)
     del second.collectives[0], second.events[1]  # it was recorded one collective later
@@ -276,12 +301,7 @@ def test_collectives_are_told_apart_by_their_numbers() -> None:
 
 def test_ranks_of_other_machines_are_moved_to_one_clock(tmp_path: Path) -> None:
     first, second = pair(late_by=30)
-    second.host = "b"
-    for event in second.events:
-        event["ts"] += 7e6  # its clock is 7 s ahead
-    for each in second.collectives:
-        each[0] += 7_000_000_000
-    second.about["begin"] += 7_000_000_000
+    second.host, second.ahead = "b", 7000.0
     profile = merged(tmp_path / "trace.json.gz", first, second)
     assert profile.ranks[0].parts["waiting"] == pytest.approx(0.27, rel=0.01)
     events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
@@ -301,7 +321,7 @@ def merged(path: Path, *ranks: Rank) -> Profile:
                 file.write(json.dumps(content).encode())
                 file.flush()
                 files.append(os.dup(file.fileno()))
-        recordings.append((files[0], files[1]))
+        recordings.append((rank.rank, (files[0], files[1])))
     return summarise.summarise(recordings, path)
 
 
@@ -353,11 +373,11 @@ EVEN = rank_of()
         ),
         (
             Profile([rank_of(waiting=0.2, late=0.2), rank_of(1, waiting=0.2, late=0.2)]),
-            "Ranks wait 20% of the time for each other: no single rank is the last.",
+            "Ranks wait 20% of the time for each other: no single rank is to blame.",
         ),
         (
             Profile([rank_of(communication=0.52)], traffic=Traffic("all_reduce", 400_000, 12.0)),
-            "Communication is 52% of a step: 12 × all_reduce of 400 KB, and larger buckets would be fewer.",
+            "Communication is 52% of a step: 12 × all_reduce of 400 KB.",
         ),
         (
             Profile([rank_of(communication=0.9, steps=0)], traffic=Traffic("all_reduce", 1 << 26, 5.0)),

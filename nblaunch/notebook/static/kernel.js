@@ -46,7 +46,7 @@ export class KernelLink {
     /** @type {"" | "stop" | "kill"} */ this.asked = "";
     this.again = false; // a second click came before the acknowledgement of the first
     this.armed = false;
-    this.isProfiling = false;
+    this.isProfiling = this.wantsTrace = false;
     /** @type {string} the status by which the kernel has exited */ this.gone = "";
     /** @type {Map<string, any>} */ this.timers = new Map();
     this.resyncWait = RESYNC_PAUSE_MS;
@@ -159,8 +159,16 @@ export class KernelLink {
 
   /** Ask for the trace of the last profile, to save it. */
   trace() {
+    this.wantsTrace = true;
     this.launch.notify("");
     this.send({ kind: "trace", launch: this.launch.id });
+  }
+
+  /** Return whether this page has asked for the trace that has come. */
+  traceCame() {
+    const wanted = this.wantsTrace;
+    this.wantsTrace = false;
+    return wanted;
   }
 
   /** Open the debugger on a rank: its prompt comes in the cell. @param {number} rank */

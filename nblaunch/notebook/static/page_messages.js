@@ -127,12 +127,10 @@
  * @property {"record"} kind
  * @property {string} html
  * @property {string} text */
-/** Bytes of a trace, in the message's buffer, one part after the other; size is that of the whole. 0: it is gone.
- * @typedef {object} TracePart
+/** The trace of the last profile, in the message's buffer; empty: it is gone.
+ * @typedef {object} TraceFile
  * @property {"trace"} kind
- * @property {string} name
- * @property {number} offset
- * @property {number} size */
+ * @property {string} name */
 /** A click; "record": for the notebook; "look": at a debugger; "seen": a page shows the panel, or its end.
  * @typedef {object} Request
  * @property {"stop" | "kill" | "stacks" | "profile" | "trace" | "record" | "look" | "seen"} kind
@@ -143,7 +141,7 @@
  * @property {"resync"} kind
  * @property {number} request
  * @property {LogEnd[]} logs */
-/** @typedef {Delta | Snapshot | Acknowledged | RecordText | TracePart} ToPage */
+/** @typedef {Delta | Snapshot | Acknowledged | RecordText | TraceFile} ToPage */
 /** @typedef {Request | Resync} FromPage */
 
 export {};

@@ -39,24 +39,10 @@ export class ProfileView {
   }
 }
 
-/** Puts the parts of a trace together, and saves the file where the page can. */
-export class TraceFile {
-  /** @param {(text: string) => void} notify */
-  constructor(notify) {
-    this.notify = notify;
-    /** @type {Uint8Array[]} */ this.parts = [];
-  }
-
-  /** @param {import("./page_messages.js").TracePart} part @param {Uint8Array} bytes */
-  add({ name, offset, size }, bytes) {
-    if (!size) return this.notify("The trace is gone: it was removed with the logs of the launch.");
-    if (!offset) this.parts = [];
-    this.parts.push(bytes.slice());
-    if (offset + bytes.length < size) return;
-    const blob = new Blob(/** @type {any[]} */ (this.parts), { type: "application/gzip" });
-    this.parts = [];
-    const link = el("a", { href: URL.createObjectURL(blob), download: name });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  }
+/** Save a trace as a file, where the page can. @param {string} name @param {Uint8Array} bytes */
+export function saveTrace(name, bytes) {
+  const blob = new Blob([/** @type {any} */ (bytes)], { type: "application/gzip" });
+  const link = el("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }

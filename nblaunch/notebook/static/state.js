@@ -1,7 +1,7 @@
 // The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
 import { OutputStore } from "./output_store.js";
-import { TraceFile } from "./profile.js";
+import { saveTrace } from "./profile.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
@@ -94,7 +94,6 @@ export class PanelState {
     /** @type {FailureEntry | null} */ this.failure = null;
     /** @type {import("./page_messages.js").StacksEntry | null} */ this.stacks = null;
     /** @type {import("./page_messages.js").ProfileEntry | null} */ this.profile = null;
-    this.trace = new TraceFile((text) => (this.notice = text));
     this.metrics = new MetricBook();
     this.#clear();
     this.kernel = new KernelLink(model, this.#launch(), clock);
@@ -172,7 +171,7 @@ export class PanelState {
         this.keeper?.keep(message);
         return this.kernel.recordCame();
       case "trace":
-        return this.trace.add(message, bytes);
+        return this.#saveTrace(message.name, bytes);
       case "snapshot":
         this.seq = message.seq;
         this.highest = Math.max(this.highest, message.seq);
@@ -184,6 +183,13 @@ export class PanelState {
       case "delta":
         if (message.seq > this.highest) this.#delta(message, bytes);
     }
+  }
+
+  /** @param {string} name @param {Uint8Array} bytes */
+  #saveTrace(name, bytes) {
+    if (!this.kernel.traceCame()) return; // another page has asked
+    if (bytes.length) saveTrace(name, bytes);
+    else this.notice = "The trace is gone: it was removed with the logs of the launch.";
   }
 
   /** @param {import("./page_messages.js").Delta} delta @param {Uint8Array} bytes */

@@ -374,8 +374,11 @@ test("a trace that was removed is reported", () => {
   const { model, panel } = running();
   panel.kernel.trace();
   assert.deepEqual(model.sentMessages, [{ kind: "trace", launch: "L1" }]);
-  model.deliver({ kind: "trace", name: "profile1.json.gz", offset: 0, size: 0 });
+  model.deliver({ kind: "trace", name: "profile1.json.gz" });
   assert.match(panel.notice, /^The trace is gone/);
+  panel.notice = "";
+  model.deliver({ kind: "trace", name: "profile1.json.gz" }); // for another page
+  assert.equal(panel.notice, "");
 });
 
 test("a look that the kernel does not answer is reported", () => {
