@@ -50,9 +50,9 @@ class RankProfile:
     """What one rank did.
 
     Attributes:
-        seconds: The time that was looked at: from the end of the first recorded step to that of the last, or all that
-            was recorded.
-        steps: Optimizer steps in that time.
+        seconds: Length of the window: from the end of the first recorded step to that of the last, or all that was
+            recorded.
+        steps: Optimizer steps in the window.
         parts: The seconds of each part, by name.
         late: Seconds that other ranks waited in collectives for this rank, which came last.
         has_gpu: The parts are those of its GPU; ``other`` is the time in which the GPU was idle.

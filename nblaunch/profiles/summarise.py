@@ -137,18 +137,16 @@ def compare(timelines: Sequence[Timeline]) -> Profile:
             if number != late:
                 waits[number].append(((collective.begin, begins), late))
     lateness: defaultdict[int, float] = defaultdict(float)
+    for number, each in enumerate(timelines):
+        exposed = overlap(union(span for span, _ in waits[number]), each.parts["communication"])
+        each.parts["waiting"] = minus(exposed, union(transfers[number]))
+        each.parts["communication"] = minus(each.parts["communication"], each.parts["waiting"])
+        for span, late in waits[number]:
+            lateness[late] += total(within(each.parts["waiting"], *span)) / 1e6
     ranks = []
     for number, each in enumerate(timelines):
-        exposed = each.parts["communication"]
-        waiting = minus(overlap(union(span for span, _ in waits[number]), exposed), union(transfers[number]))
-        for span, late in waits[number]:
-            lateness[late] += total(within(waiting, *span)) / 1e6
-        seconds = {part: total(each.parts[part]) / 1e6 for part in PARTS}
-        seconds["waiting"] = total(waiting) / 1e6
-        seconds["communication"] -= seconds["waiting"]
-        length = (each.window[1] - each.window[0]) / 1e6
-        ranks.append(RankProfile(each.rank, length, each.steps, seconds, 0.0, each.has_gpu, dict(each.places)))
-    ranks = [replace(each, late=lateness[number]) for number, each in enumerate(ranks)]
+        length, seconds = total([each.window]) / 1e6, {part: total(each.parts[part]) / 1e6 for part in PARTS}
+        ranks.append(RankProfile(each.rank, length, each.steps, seconds, lateness[number], each.has_gpu, each.places))
     return Profile(ranks, _most_expensive(timelines), _traffic(timelines[0]))
 
 

@@ -96,7 +96,8 @@ export class HeaderView {
     const { panel } = this;
     const { kernel, state } = panel;
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");
-    for (const button of [this.stop, this.stacks, this.profile, this.restart]) button.hidden = !panel.active;
+    for (const button of [this.stop, this.stacks, this.restart]) button.hidden = !panel.active;
+    this.profile.hidden = !panel.active || state.name !== "running";
     this.profile.disabled = kernel.isProfiling;
     const kills = kernel.asked || state.name === "stopping";
     const isSession = panel.info.is_session;

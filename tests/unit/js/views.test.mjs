@@ -79,6 +79,20 @@ test("a part that fails to draw is reported once, and the others are drawn", (t)
   assert.equal(rows(host).length, 3);
 });
 
+test("ranks are profiled while they run", (t) => {
+  const { delta, view } = opened(t);
+  const { host } = view();
+  const isHidden = () => button(host, "Profile").hidden;
+  for (const [name, hidden] of [
+    ["starting", true],
+    ["running", false],
+    ["stopping", true],
+  ]) {
+    delta({ state: { name } });
+    assert.equal(isHidden(), hidden);
+  }
+});
+
 test("a profile stays closed until another one comes", (t) => {
   const { delta, view } = opened(t);
   const { host } = view();
