@@ -81,7 +81,7 @@ class Worker(Protocol):
         """Make a call of a kept rank that waits for a peer raise, by cutting the connections of its process groups."""
 
     def tell(self, message: ToRank) -> None:
-        """Send a message to the rank's debugger."""
+        """Send a message to the reading thread of the rank."""
 
     def signal(self, signum: int, group: bool = False) -> None:
         """Send a signal to the rank, or to its process group."""

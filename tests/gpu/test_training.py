@@ -188,3 +188,38 @@ def test_the_quickstart_runs_on_the_gpu(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("NBLAUNCH_QUICKSTART_DATA", "digits")
     notebook = headless.execute(tmp_path / "quickstart.ipynb")
     assert headless.accuracy(notebook) >= 0.9
+
+
+def test_a_profile_shows_kernels_and_the_idle_gpu(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        "from pathlib import Path\n"
+        f"enough = Path({str(tmp_path)!r}, 'enough')\n"
+        "def train(rank, device):\n"
+        "    import time\n"
+        "    import torch.distributed as dist\n"
+        "    x = torch.randn(2048, 2048, device=device)\n"
+        "    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8, device=device))], lr=0.1)\n"
+        "    is_over = torch.zeros(1, device=device)\n"
+        "    while not is_over:\n"
+        "        for _ in range(20):\n"
+        "            y = x @ x\n"
+        "        torch.cuda.synchronize()\n"
+        "        time.sleep(0.02)\n"
+        "        optimizer.step()\n"
+        "        is_over[0] = enough.exists()\n"
+        "        dist.all_reduce(is_over)\n"
+        f"running = notebook_launcher(train, num_processes={COUNT}, block=False, view='none')\n"
+        "while not all('in train' in stack for stack in running.stacks().values()): pass\n"
+        "profile = running.profile(1.0)\n"
+        "enough.touch()\n"
+        "running.wait()"
+    ).check()
+    assert kernel.ask("profile.missing") == {}
+    for compute, other, rank_has_gpu in kernel.ask(
+        "[(each.share('compute'), each.share('other'), each.has_gpu) for each in profile.ranks]"
+    ):
+        assert rank_has_gpu
+        assert compute > 0.01
+        assert other > 0.1
+    assert any("gemm" in name.lower() for name in kernel.ask("[each.name for each in profile.operations]"))
+    assert kernel.ask("[each.place is not None for each in profile.operations][0]")

@@ -197,7 +197,10 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
     said = kernel.run("%distributed").stderr
-    assert "%distributed: expected one of status, stacks, profile, stop, release, clear-cache, preload, session, who," in said
+    assert (
+        "%distributed: expected one of status, stacks, profile, stop, release, clear-cache, preload, session, who,"
+        in said
+    )
     shown = kernel.run("%distributed help").check().text
     assert "Run the cell on every rank" in shown
     assert "%distributed debug [--name NAME] [--rank RANK] Debug a background launch" in " ".join(shown.split())
