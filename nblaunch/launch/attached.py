@@ -300,6 +300,7 @@ class AttachedLaunch(Launch):
         finally:
             if self._link is not None:
                 self._link.console.end()
+            self.profiles = tuple(self._replay.profiles)
             self._finished.set()
             self._answer(math.inf, Event, None)
             self.console.on_step()
@@ -374,7 +375,7 @@ class AttachedLaunch(Launch):
         self._error, self._crash = error if (raised := found.error()) is None else raised, found.crash
         if self._error is None:
             self._result = found.result(self._returned, self._replay.reports, self._view.record_html)
-            self._result.profiles = tuple(self._replay.profiles)
+            self._result.profiles = self.profiles
         else:
             attach_results(self._returned, self._error, found.account.files)
 

@@ -79,6 +79,7 @@ class Launch(ABC):
         world_size: The number of ranks; 0 while a detached run waits for nodes.
         id: The id in ``%distributed status`` and in the ranks' ``TORCHELASTIC_RUN_ID``.
         console: The console of the ranks' debuggers.
+        profiles: The profiles that were made, once the launch has ended, also if it was stopped; see `profile`.
     """
 
     def __init__(self, name: str, world_size: int, launch_id: str, view: View, console: Console) -> None:
@@ -90,6 +91,7 @@ class Launch(ABC):
         self._begin = time.monotonic()
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
+        self.profiles: tuple[Profile, ...] = ()
         self._returned: dict[int, Any] = {}
         self._crash = ""
         """A crash after every rank had returned, until `result` has warned of it."""
@@ -161,11 +163,12 @@ class Launch(ABC):
         """Profile the running ranks, all at once, and return where their time goes. Their code needs no change.
 
         The shares are of the time from the first recorded step of an optimizer to the last, or of the whole recording
-        if there are fewer than three. Waiting is the time in a collective until its last rank joins. While they are
-        recorded, ranks are some 10 % slower. A ``torch.profiler`` of their own ends the recording.
+        if there are fewer than three: choose `seconds` for three or more. Waiting is the time in a collective until its
+        last rank joins. While they are recorded, ranks are some 10 % slower. A ``torch.profiler`` of their own ends the
+        recording.
 
         Args:
-            seconds: How long to record, at most 10. Default: 2. A rank whose trace would exceed 32 MB, as the first
+            seconds: How long to record, at most 10. Default: 2. A rank whose trace would exceed 16 MB, as the first
                 0.2 s tell, records for a shorter time.
 
         Returns:
@@ -459,6 +462,7 @@ class OwnLaunch(Launch):
         )
         dropped = {rank.rank: rank.dropped for rank in run.output.ranks}
         ending = Ending(verdict, account, reason_of(task), self.world_size, dropped, self._sent)
+        self.profiles = run.profiles
         error = self._take(ending, run)
         if ending.crash:
             self._view.on(Note(ending.crash))
@@ -485,7 +489,7 @@ class OwnLaunch(Launch):
         self._crash = ending.crash
         if ending.verdict.state == "finished" and error is None:
             self._result = ending.result(self._returned, run.output.reports, self._view.record_html)
-            self._result.profiles = run.profiles
+            self._result.profiles = self.profiles
         return error
 
 

@@ -326,7 +326,7 @@ def profile_html(profile: Profile) -> str:
     parts = [f"<div><b>{_text(profile.sentence, 500)}</b></div>"]
     parts += [f'<div style="{DIM}">{_text(said, 500)}</div>' for said in profile.missing_text]
     if profile.ranks:
-        parts.append(_shares(profile))
+        parts += [_shares(profile), f'<div style="font-size:11px;{DIM}">{_text(profile.length_text, 200)}</div>']
     if profile.operations:
         parts.append(_folded("Operations that took the most time", _operations(profile)))
     if profile.trace is not None:

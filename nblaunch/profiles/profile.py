@@ -169,10 +169,17 @@ class Profile:
             by_reason.setdefault(reason, []).append(rank)
         return [f"Not in this profile: {_named(ranks)}: {reason}" for reason, ranks in by_reason.items()]
 
+    @property
+    def length_text(self) -> str:
+        """How much was recorded; fewer than three steps say little."""
+        shortest = min(self.ranks, key=lambda each: each.steps)
+        steps = f"{shortest.steps} step{'s' * (shortest.steps != 1)} of an optimizer"
+        return f"Recorded: {shortest.seconds:.1f} s, {steps}"
+
     def __repr__(self) -> str:
         lines = [self.sentence, *self.missing_text]
         if self.ranks:
-            lines.append(repr(self.summary))
+            lines += [self.length_text, repr(self.summary)]
         lines += [f"{_cost(each)}  {each.name}{f'  {each.place}' if each.place else ''}" for each in self.operations]
         return "\n".join([*lines, *([f"Trace: {self.trace}"] if self.trace else [])])
 
@@ -221,17 +228,18 @@ def sentence_of(profile: Profile) -> str:
     ranks = profile.ranks
     if not ranks:
         return "No rank could be profiled."
-    waiting = {each.rank: each.share("waiting") for each in ranks}
     latest = max(ranks, key=lambda each: each.late)
-    caused = sum(each.late for each in ranks)
     others = [each for each in ranks if each is not latest]
-    if caused and latest.late >= _MIN_LATE * caused:
-        share = statistics.mean(waiting[each.rank] for each in others)
-        if share >= _MIN_WAITING:
-            who = f"Rank {others[0].rank} waits" if len(others) == 1 else "Ranks wait"
-            return f"{who} {share:.0%} of the time for rank {latest.rank}{_why_late(latest, others)}."
-    elif statistics.mean(waiting.values()) >= _MIN_WAITING:
-        share = statistics.mean(waiting.values())
+    waiting = [each for each in others if each.share("waiting") >= _MIN_WAITING]
+    if waiting and latest.late >= _MIN_LATE * sum(each.late for each in ranks):
+        if len(waiting) == len(others) > 1:
+            who = "Ranks wait"
+        else:
+            who = f"{_named([each.rank for each in waiting]).capitalize()} wait{'s' * (len(waiting) == 1)}"
+        share = statistics.mean(each.share("waiting") for each in waiting)
+        return f"{who} {share:.0%} of the time for rank {latest.rank}{_why_late(latest, waiting)}."
+    share = statistics.mean(each.share("waiting") for each in ranks)
+    if share >= _MIN_WAITING:
         return f"Ranks wait {share:.0%} of the time for each other: no single rank is to blame."
     means = {part: statistics.mean(each.share(part) for each in ranks) for part in PARTS}
     if means["communication"] >= _MIN_COMMUNICATION:
@@ -241,6 +249,8 @@ def sentence_of(profile: Profile) -> str:
     if means["other"] >= _MIN_OTHER:
         what = "The GPU is idle for" if any(each.has_gpu for each in ranks) else "Code outside of torch takes"
         return f"{what} {means['other']:.0%} of {_step(ranks)}{_at(ranks, 'other')}."
+    if means["optimizer"] > means["compute"]:
+        return f"The optimizer takes {means['optimizer']:.0%} of {_step(ranks)}{_at(ranks, 'optimizer')}."
     even = f"The {len(ranks)} ranks are even: computation" if len(ranks) > 1 else "Computation"
     return f"{even} is {means['compute']:.0%} of {_step(ranks)}."
 

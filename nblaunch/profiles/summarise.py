@@ -9,13 +9,14 @@ import contextlib
 import gc
 import gzip
 import json
+import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.profiles.profile import PARTS, Operation, Place, Profile, RankProfile, Traffic
@@ -23,7 +24,7 @@ from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
 from nblaunch.profiles.timeline import Collective, Timeline, shift_of, timeline
 
 _MAX_OPERATIONS = 10
-_NICENESS = 10
+_NICENESS = 5
 """The ranks come first."""
 _PIDS_PER_RANK = 1000
 """A rank has a pid for its process and one for each device in a merged trace."""
@@ -49,9 +50,7 @@ def summarise(recordings: Recordings, trace: Path) -> Profile:
     abouts = [_read(fds[0]) for _, fds in recordings]
     windows = common_windows(abouts)
     origin = abouts[0]["begin"] / 1e3
-    partial = trace.with_name(f"{trace.name}.partial")
-    with _removed_on_failure(partial), gzip.open(partial, "wt", compresslevel=3) as merged:
-        merged.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    with _Trace(trace) as merged:
         for (rank, fds), about in zip(recordings, abouts, strict=True):
             recorded = _read(fds[1])
             about |= windows[about["host"]]
@@ -59,11 +58,43 @@ def summarise(recordings: Recordings, trace: Path) -> Profile:
             if timelines and own.host != timelines[0].host:  # their clocks differ
                 own_origin = origin + _lag(own, timelines[0])
                 own = timeline(rank, about, recorded, own_origin)
-            merged.write(", " * bool(timelines) + _events_text(rank, recorded, shift_of(recorded, own_origin)))
+            merged.add(_events_text(rank, recorded, shift_of(recorded, own_origin)))
             timelines.append(own)
-        merged.write("]}")
-    os.replace(partial, trace)
-    return replace(compare(timelines), trace=trace)
+    return replace(compare(timelines), trace=merged.path)
+
+
+class _Trace:
+    """The merged trace while it is written. Where there is no room for it, there is none, and the profile is made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path | None = None
+        """Once it is there."""
+        self._final, self._partial = path, path.with_name(f"{path.name}.partial")
+        self._texts = 0
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> _Trace:
+        with contextlib.suppress(OSError):
+            self._file = gzip.open(self._partial, "wt", compresslevel=3)
+        return self
+
+    def add(self, text: str) -> None:
+        try:
+            if self._file is not None:
+                self._file.write(", " if self._texts else '{"displayTimeUnit": "ms", "traceEvents": [')
+                self._file.write(text)
+                self._texts += 1
+        except OSError:
+            self._file = None
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            if self._file is not None and kind is None:
+                self._file.write("]}")
+                self._file.close()
+                os.replace(self._partial, self._final)
+                self.path = self._final
+        self._partial.unlink(missing_ok=True)
 
 
 def common_windows(abouts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -78,15 +109,6 @@ def common_windows(abouts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, i
     return {host: {"begin": begin, "end": begin + length} if length > 0 else {} for host, begin in begins.items()}
 
 
-@contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
 def _read(fd: int) -> Any:
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
@@ -96,7 +118,8 @@ def _read(fd: int) -> Any:
 def _events_text(rank: int, recorded: Mapping[str, Any], shift: float) -> str:
     """Return the events of a rank, without the brackets, with pids and ids that no other rank has."""
     pids: dict[Any, int] = {}
-    for event in recorded["traceEvents"]:
+    events = [event for event in recorded["traceEvents"] if not isinstance(event.get("pid"), str)]  # of Kineto itself
+    for event in events:
         if "pid" in event:
             number = pids.setdefault(event["pid"], len(pids))
             event["pid"] = rank * _PIDS_PER_RANK + number
@@ -108,7 +131,7 @@ def _events_text(rank: int, recorded: Mapping[str, Any], shift: float) -> str:
             event["id"] = f"{rank}.{event['id']}"
         if "ts" in event:
             event["ts"] += shift
-    return json.dumps(recorded["traceEvents"])[1:-1]
+    return json.dumps(events)[1:-1]
 
 
 def _lag(own: Timeline, other: Timeline) -> float:
@@ -131,6 +154,8 @@ def compare(timelines: Sequence[Timeline]) -> Profile:
     transfers: list[list[Span]] = [[] for _ in timelines]
     for joined in alike.values():
         last, late = max((collective.begin, number) for number, collective in joined)
+        if absent := _absent(joined, timelines):
+            last, late = math.inf, absent[0]
         for number, collective in joined:
             begins = min(max(last, collective.begin), collective.end)
             transfers[number].append((begins, collective.end))
@@ -147,7 +172,19 @@ def compare(timelines: Sequence[Timeline]) -> Profile:
     for number, each in enumerate(timelines):
         length, seconds = total([each.window]) / 1e6, {part: total(each.parts[part]) / 1e6 for part in PARTS}
         ranks.append(RankProfile(each.rank, length, each.steps, seconds, lateness[number], each.has_gpu, each.places))
-    return Profile(ranks, _most_expensive(timelines), _traffic(timelines[0]))
+    return Profile(ranks, _most_expensive(timelines), _traffic(timelines))
+
+
+def _absent(joined: Sequence[tuple[int, Collective]], timelines: Sequence[Timeline]) -> list[int]:
+    """Return the numbers of the ranks that a collective waits for at the end of the recording."""
+    first, numbers = joined[0][1], {number for number, _ in joined}
+    if first.key is None or not any(collective.is_open for _, collective in joined):
+        return []
+    members = first.key[1]
+    ranges = [part.partition("-") for part in members.split(",")] if members[:1].isdigit() else []
+    group = {rank for low, _, high in ranges for rank in range(int(low), int(high or low) + 1)}
+    is_in = [not members or each.rank in group for each in timelines]
+    return [number for number in range(len(timelines)) if is_in[number] and number not in numbers]
 
 
 def _most_expensive(timelines: Sequence[Timeline]) -> list[Operation]:
@@ -169,14 +206,17 @@ def _most_expensive(timelines: Sequence[Timeline]) -> list[Operation]:
     return operations
 
 
-def _traffic(first: Timeline) -> Traffic | None:
-    """Return the collectives of one call and size that take a rank the most time."""
-    alike: dict[tuple[str, int], list[Collective]] = {}
-    for each in first.collectives:
-        if first.window[0] <= each.begin < first.window[1]:
-            alike.setdefault((each.call, each.size), []).append(each)
-    if not alike:
+def _traffic(timelines: Sequence[Timeline]) -> Traffic | None:
+    """Return the collectives of one call and size that take the ranks the most time."""
+    seconds: Counter[tuple[str, int]] = Counter()
+    calls: Counter[tuple[str, int]] = Counter()
+    for each in timelines:
+        length = (each.steps or total([each.window]) / 1e6) * len(timelines)
+        for collective in each.collectives:
+            kind = collective.call, collective.size
+            seconds[kind] += total(within([each.window], collective.begin, collective.end))  # type: ignore[assignment]
+            calls[kind] += (each.window[0] <= collective.begin < each.window[1]) / length  # type: ignore[assignment]
+    if not seconds:
         return None
-    (call, size), found = max(alike.items(), key=lambda item: sum(each.end - each.begin for each in item[1]))
-    length = first.steps or (first.window[1] - first.window[0]) / 1e6
-    return Traffic(call, size, len(found) / length)
+    (call, size), _ = seconds.most_common(1)[0]
+    return Traffic(call, size, float(calls[call, size]))

@@ -12,7 +12,7 @@ import bisect
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class Collective(NamedTuple):
     size: int
     """Bytes of the rank's input."""
     place: Place | None
+    is_open: bool = False
+    """It has not ended in the recording."""
 
 
 @dataclass(slots=True)
@@ -177,37 +179,39 @@ def timeline(rank: int, about: Mapping[str, Any], trace: Mapping[str, Any], orig
         window, steps = (ends[0], ends[-1]), steps - 1
     collectives = _collectives(about, events, origin)
     has_gpu = bool(events.kernels)
-    parts = (_on_gpu if has_gpu else _on_cpu)(events, [window])
+    parts = (_on_gpu if has_gpu else _on_cpu)(events, union((each.begin, each.end) for each in collectives), [window])
     if not has_gpu:  # a collective's annotation may end late, once its thread gets the GIL
         python = samples.within(parts["communication"], "python")
         parts["communication"], parts["other"] = (
             minus(parts["communication"], python),
             union([*parts["other"], *python]),
         )
-    before = [gap for gap in parts["other"] if gap[0] == recorded[0]]  # a call that began before the recording
-    for part in ("data", "communication"):
-        own = samples.within(before, part)
-        parts[part], parts["other"] = union([*parts[part], *own]), minus(parts["other"], own)
-    places = {}
-    for part, spans in parts.items():
-        counted = Counter(place for span in spans for place in samples.places(*span))
-        if counted:
-            places[part] = counted.most_common(1)[0][0]
+    data = samples.within(parts["other"], "data")  # workers that start and end, and calls that began before
+    parts["data"], parts["other"] = union([*parts["data"], *data]), minus(parts["other"], data)
+    before = samples.within([gap for gap in parts["other"] if gap[0] == recorded[0]], "communication")
+    parts["communication"], parts["other"] = union([*parts["communication"], *before]), minus(parts["other"], before)
+    if before:
+        collectives.insert(0, _counted(about["before"], before[0][0], before[-1][1], before[-1][1] >= recorded[1]))
+    seen = {part: Counter(it for span in spans for it in samples.places(*span)) for part, spans in parts.items()}
+    places = {part: counted.most_common(1)[0][0] for part, counted in seen.items() if counted}
     costs = _costs(events, samples, window, is_gpu=has_gpu)
-    for each in collectives:
-        exposed = within(parts["communication"], each.begin, each.end)
+    until = recorded[0]
+    for each in collectives:  # some are in flight at the same time
+        exposed = within(parts["communication"], max(each.begin, until), each.end)
+        until = max(until, each.end)
         if exposed:
             costs[each.call].add(total(exposed), each.place, calls=1)
     if parts["other"]:
-        costs[OUTSIDE].add(total(parts["other"]), places.get("other"))
+        costs[OUTSIDE].add(total(parts["other"]))
+        costs[OUTSIDE].places.update(seen["other"])
     return Timeline(rank, about["host"], window, steps, has_gpu, parts, collectives, costs, places)
 
 
-def _on_cpu(events: _Events, window: list[Span]) -> dict[Part, list[Span]]:
+def _on_cpu(events: _Events, in_flight: list[Span], window: list[Span]) -> dict[Part, list[Span]]:
     data = overlap(union(events.data), window)
     calls = minus(overlap(union(events.calls), window), data)
     busy = minus(overlap(union(events.computing), window), data, calls)
-    flight = minus(overlap(union(span for span, _, _ in events.in_flight), window), data, busy)
+    flight = minus(overlap(in_flight, window), data, busy)
     communication = union([*calls, *flight])
     annotated = minus(overlap(union(events.optimizer), window), data, communication)
     return {
@@ -220,10 +224,10 @@ def _on_cpu(events: _Events, window: list[Span]) -> dict[Part, list[Span]]:
     }
 
 
-def _on_gpu(events: _Events, window: list[Span]) -> dict[Part, list[Span]]:
+def _on_gpu(events: _Events, in_flight: list[Span], window: list[Span]) -> dict[Part, list[Span]]:
     busy = overlap(union(span for span, _, _ in events.kernels), window)
     optimizer = overlap(busy, union(events.gpu_optimizer))
-    communication = minus(overlap(union(span for span, _, _ in events.in_flight), window), busy)
+    communication = minus(overlap(in_flight, window), busy)
     data = minus(overlap(union(events.data), window), busy, communication)
     return {
         "compute": minus(busy, optimizer),
@@ -240,27 +244,36 @@ def _collectives(about: Mapping[str, Any], events: _Events, origin: float) -> li
     """Return the collectives with their numbers: those of NCCL's kernels, else those that the rank has counted.
 
     On CPUs the trace has no numbers. There a collective is the first of its kind that was counted before it began, and
-    is not taken yet.
+    is not taken yet. The last one may be in flight at the end.
     """
     counted: dict[str, list[list[Any]]] = {}
     for each in about["collectives"]:
         counted.setdefault(each[4], []).append(each)
     found = []
     for (begin, end), call, args in sorted(events.in_flight, key=lambda each: each[0]):
-        key, size, place = None, 0, None
+        own = Collective(None, begin, end, call, 0, None)
         waiting = counted.get(call.replace("_", ""), [])
         if "Src Rank" in args or "Dst Rank" in args or call in ("send", "recv"):
             pass  # a transfer between two ranks has numbers of its own
         elif "Seq" in args:
             key = (str(args.get("Process Group Name")), str(args.get("Process Group Ranks")), int(args["Seq"]))
             size = int(args.get("In msg nelems", 0)) * _bytes_of(str(args.get("dtype")))
+            own = own._replace(key=key, size=size)
         elif waiting and waiting[0][0] / 1e3 - origin <= begin:
-            _, group, members, number, _, detail, file, line = waiting.pop(0)
-            elements, _, dtype = detail.partition(" ")
-            key, size = (group, members, number), int(elements or 0) * _bytes_of(dtype)
-            place = Place(file, line) if line else None
-        found.append(Collective(key, begin, end, call, size, place))
+            own = _counted(waiting.pop(0), begin, end)._replace(call=call)
+        found.append(own)
+    last = about["collectives"][-1:]
+    if last and any(each is last[0] for each in counted[last[0][4]]):
+        found.append(_counted(last[0], last[0][0] / 1e3 - origin, about["end"] / 1e3 - origin, is_open=True))
     return found
+
+
+def _counted(counted: Sequence[Any], begin: float, end: float, is_open: bool = False) -> Collective:
+    """Return a collective that the rank has counted."""
+    _, group, members, number, call, detail, file, line = counted
+    elements, _, dtype = detail.partition(" ")
+    size, place = int(elements or 0) * _bytes_of(dtype), Place(file, line) if line else None
+    return Collective((group, members, number) if number else None, begin, end, call, size, place, is_open)
 
 
 def _bytes_of(dtype: str) -> int:

@@ -13,6 +13,7 @@ import functools
 import json
 import linecache
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -35,10 +36,11 @@ from nblaunch.ranks.collective_log import collective_log
 from nblaunch.wire.messages import Profiled, RankSpec, StartProfile, Stepped, Task
 from nblaunch.wire.tables import Begun
 
-_SAMPLE_INTERVAL_S = 0.01
+_SAMPLE_INTERVALS_S = 0.005, 0.015
+"""By chance within these: steps of the same length would be seen at the same line."""
 _PROBE_S = 0.2
-_MAX_TRACE_BYTES = 32 << 20
-"""A busier rank records for a shorter time. So much takes 0.1 s to stop and 0.1 s to save, in which the rank waits."""
+_MAX_TRACE_BYTES = 16 << 20
+"""A busier rank records for a shorter time. So much takes 0.1 s to stop and to save, in which the rank waits."""
 _END_TIMEOUT_S = 30.0
 """For the recording of a task that has returned to be stored, or for one that another profiler has ended to stop."""
 _is_users, _is_data_loading = functools.lru_cache(4096)(is_users), functools.lru_cache(4096)(is_data_loading)
@@ -114,8 +116,9 @@ class Profiler:
         torch = sys.modules.get("torch")
         if torch is None:
             return "it has not imported torch", []
-        if sys.modules["torch.autograd.profiler"]._is_profiler_enabled:
-            return "its own code runs torch.profiler at this moment", []
+        backend: Any = sys.modules["torch.autograd.profiler"]
+        if backend._is_profiler_enabled or "ProfilerStep" in backend.KinetoStepTracker._step_dict:  # also between steps
+            return "its own code uses torch.profiler", []
         try:
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         except TypeError:
@@ -164,14 +167,17 @@ class _Recording:
         self._places: dict[tuple[str, int], int] = {}
         self._samples: list[tuple[int, int, str]] = []
         self._collectives: list[Begun] = []
+        self._before = Begun()
+        """Of the default group, when the recording began."""
         self._begin = self._end = 0
 
     def watch(self, deadline: float, ends: threading.Event) -> None:
-        main = threading.main_thread().ident or 0
+        main, dice = threading.main_thread().ident or 0, random.Random()
+        self._before = collective_log.begun().last
         self._begin = time.time_ns()
         collective_log.listener = lambda begun, on_cpu: self._collectives.append(begun) if on_cpu else None
         try:
-            while time.monotonic() < deadline and not ends.wait(_SAMPLE_INTERVAL_S):
+            while time.monotonic() < deadline and not ends.wait(dice.uniform(*_SAMPLE_INTERVALS_S)):
                 # No name for the frame: it would keep the user's tensors alive until the next sample.
                 self._samples.append((time.time_ns(), *self._look(sys._current_frames().get(main))))
         finally:
@@ -193,9 +199,9 @@ class _Recording:
     def in_json(self, main: int) -> bytes:
         """Return it with times in nanoseconds since the epoch, as those of the trace."""
         offset = time.time_ns() - time.monotonic_ns()
-        begun = [
+        before, *begun = [
             (each.time_ns + offset, each.group, each.members, each.count, each.call, each.detail, each.file, each.line)
-            for each in self._collectives
+            for each in (self._before, *self._collectives)
             if not each.is_transfer
         ]
         about = {
@@ -205,6 +211,7 @@ class _Recording:
             "end": self._end,
             "places": list(self._places),
             "samples": self._samples,
+            "before": before,
             "collectives": begun,
         }
         return json.dumps(about).encode()

@@ -151,6 +151,27 @@ def profile_itself(rank: int, folder: Path) -> None:
         eventually((folder / "enough").exists)
 
 
+def profile_itself_by_schedule(rank: int, folder: Path) -> int:
+    """Prepare a profiler, record once the file "enough" is there, and return the number of events."""
+    activities, schedule = [torch.profiler.ProfilerActivity.CPU], torch.profiler.schedule(wait=1, warmup=1, active=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule) as own:
+        own.step()  # it warms up from now on
+        ready(folder, rank)
+        eventually((folder / "enough").exists)
+        own.step()
+        Compute.apply(torch.zeros(1), 0.0)
+    return len(own.events())
+
+
+def start_workers_often(rank: int, folder: Path) -> None:
+    """Read four samples at a time with new workers."""
+    few = torch.utils.data.Subset(Samples(0.0), range(4))
+    while not (folder / "enough").exists():
+        for _ in DataLoader(few, num_workers=2):
+            pass
+        ready(folder, rank)
+
+
 def begin_to_profile_itself(rank: int, folder: Path, profiler: str) -> list[str]:
     """Profile itself once the kernel has begun to. Return some of what it finds."""
     ready(folder, rank)
@@ -349,17 +370,25 @@ def test_a_rank_that_holds_the_gil_is_named_and_the_others_are_shown(tmp_path: P
 
 def test_waits_that_began_before_are_known(tmp_path: Path) -> None:
     launch = begun(wait_for_ever, tmp_path)
-    first, second = launch.profile(0.5).ranks
-    assert first.share("communication") > 1 - NEAR
-    assert second.share("data") > 1 - NEAR
+    profile = launch.profile(0.5)
+    assert profile.sentence.startswith("Rank 0 waits 100% of the time for rank 1, whose data loading takes"), profile
+    assert profile.ranks[1].share("data") > 1 - NEAR
     launch.kill()
     launch.wait()
+    assert launch.profiles == (profile,)
+
+
+def test_the_start_of_workers_is_data_loading(tmp_path: Path) -> None:
+    launch = begun(start_workers_often, tmp_path, ranks=1)
+    assert launch.profile(1.0).ranks[0].share("data") > 1 - 2 * NEAR
+    ended(launch, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (profile_itself, "its own code runs torch.profiler at this moment"),
+        (profile_itself, "its own code uses torch.profiler"),
+        (profile_itself_by_schedule, "its own code uses torch.profiler"),
         (have_an_older_torch, rf"torch {re.escape(torch.__version__)} cannot profile other threads"),
     ],
 )

@@ -39,6 +39,7 @@ class Rank:
         self.events: list[dict[str, Any]] = []
         self.samples: list[tuple[float, int, str]] = []
         self.collectives: list[Any] = []
+        self.before: list[Any] = [0, "", "", 0, "", "", "", 0]
         self.places = [("/cell.py", 3), ("/cell.py", 9)]
         self._ids = 0
 
@@ -56,10 +57,14 @@ class Rank:
     def step(self, end: float, length: float = 1.0) -> None:
         self.note("Optimizer.step#SGD.step", end - length, end)
 
-    def all_reduce(self, begin: float, end: float, number: int, detail: str = "262144 float32") -> None:
+    def count(self, at: float, number: int, detail: str = "262144 float32") -> None:
+        """Begin a collective of all ranks."""
+        at_ns = BASE_NS + int(1000 * (BEGIN_US + 1000 * at))
+        self.collectives.append([at_ns, "0", "", number, "allreduce", detail, "/cell.py", 7])
+
+    def all_reduce(self, begin: float, end: float, number: int) -> None:
         """Of gloo, which the rank has counted just before."""
-        at = BASE_NS + int(1000 * (BEGIN_US + 1000 * begin)) - 5000
-        self.collectives.append([at, "0", "", number, "allreduce", detail, "/cell.py", 7])
+        self.count(begin - 0.005, number)
         self.note("gloo:all_reduce", begin, end, GLOO)
 
     def kernel(self, name: str, begin: float, end: float, launched: float = 0.0) -> None:
@@ -89,7 +94,7 @@ class Rank:
         samples = [(zero + int(at * 1e6), place, doing) for at, place, doing in sorted(self.samples)]
         collectives = [[each[0] + int(1e6 * self.ahead), *each[1:]] for each in self.collectives]
         recorded = {"begin": zero + int(1e6 * self.begin), "end": zero + int(1e6 * self.length)}
-        known = {"main": MAIN, "host": self.host, **recorded}
+        known = {"main": MAIN, "host": self.host, "before": self.before, **recorded}
         return {**known, "places": self.places, "samples": samples, "collectives": collectives}
 
     @property
@@ -175,8 +180,8 @@ def test_the_time_is_that_between_the_ends_of_steps() -> None:
 
 def test_calls_that_began_before_the_recording_are_known_from_samples() -> None:
     rank = Rank()
-    rank.sample(0, 40, 0, "data")
-    rank.sample(40, 70, 0, "communication")
+    rank.sample(0, 30, 0, "communication")
+    rank.sample(30, 70, 0, "data")
     rank.sample(70, 100, 1)
     assert shares(rank.profile()) == {"communication": 30, "data": 40, "other": 30}
     assert rank.profile().places["data"] == Place("/cell.py", 3)
@@ -271,6 +276,31 @@ def test_waiting_ends_when_the_last_rank_joins() -> None:
     assert second.late == pytest.approx(0.27, rel=0.01)
 
 
+@pytest.mark.parametrize(("joins", "waits"), [(None, 0.9), (60, 0.5)])
+def test_a_rank_waits_for_one_that_joins_late_or_never(joins: float | None, waits: float) -> None:
+    first, second = Rank(0), Rank(1)
+    first.count(10, 7)
+    first.sample(10, 100, 0, "communication")
+    if joins is not None:
+        second.count(joins, 7)
+        second.sample(joins, 100, 0, "communication")
+    profile = compared(first, second)
+    assert profile.ranks[0].share("waiting") == pytest.approx(waits, rel=1e-3)
+    assert profile.sentence.startswith(f"Rank 0 waits {waits:.0%} of the time for rank 1")
+    assert profile.length_text == "Recorded: 0.1 s, 0 steps of an optimizer"
+
+
+def test_a_rank_waits_in_a_collective_that_began_before_the_recording() -> None:
+    first, second = Rank(0), Rank(1)
+    first.count(-50, 7)
+    first.before, first.collectives = first.collectives[0], []
+    first.sample(0, 100, 0, "communication")
+    assert compared(first, second).ranks[0].share("waiting") == pytest.approx(1.0)
+    second.rank = 2
+    first.before[2] = "0,3-4"  # of other ranks
+    assert compared(first, second).ranks[0].share("communication") == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("begin", "end"), [(0, 300), (300, 1000), (500, 800)])
 def test_only_the_time_that_all_ranks_have_recorded_counts(begin: float, end: float) -> None:
     first, second = pair(late_by=30)
@@ -337,6 +367,12 @@ def test_the_trace_has_all_ranks_on_one_clock(tmp_path: Path) -> None:
     assert (min(first), max(first)) == (pytest.approx(0, abs=1), pytest.approx(900_000, abs=1))
 
 
+def test_a_trace_that_cannot_be_written_does_not_cost_the_profile(tmp_path: Path) -> None:
+    profile = merged(tmp_path / "gone" / "profile1.json.gz", *pair(late_by=30))
+    assert profile.trace is None
+    assert profile.ranks[0].share("waiting") > 0.2
+
+
 def test_a_recording_that_cannot_be_read_leaves_no_file(tmp_path: Path) -> None:
     rank = Rank()
     rank.events.append({"ph": "X", "dur": 1.0})
@@ -371,6 +407,11 @@ EVEN = rank_of()
             Profile([*(rank_of(rank, waiting=0.4, data=0.1) for rank in (0, 1)), rank_of(2, late=0.8, data=0.41)]),
             "Ranks wait 40% of the time for rank 2, whose data loading takes 4.1 times as long as the others' (",
         ),
+        (
+            Profile([rank_of(waiting=0.7), rank_of(1, late=0.7, data=0.6), *(rank_of(rank) for rank in (2, 3))]),
+            "Rank 0 waits 70% of the time for rank 1, whose data loading takes 60 ms of a step",
+        ),
+        (Profile([rank_of(optimizer=0.6)]), "The optimizer takes 60% of a step, most of it in Cell In[2], line 4"),
         (
             Profile([rank_of(waiting=0.2, late=0.2), rank_of(1, waiting=0.2, late=0.2)]),
             "Ranks wait 20% of the time for each other: no single rank is to blame.",

@@ -143,7 +143,7 @@ export class KernelLink {
   profile() {
     this.isProfiling = true;
     this.send({ kind: "profile", launch: this.launch.id });
-    this.launch.notify("Recording what the ranks do …");
+    this.launch.notify("Recording what the ranks do, then reading it …");
     this.#after("profile", ANSWER_TIMEOUT_MS, () => {
       this.isProfiling = false;
       this.launch.notify("No profile: the kernel does not answer while a cell runs.");

@@ -365,7 +365,7 @@ test("a profile takes its time once the kernel has acknowledged it", () => {
   panel.kernel.profile();
   model.deliver({ kind: "acknowledged", action: "profile", launch: "L1" });
   clock.pass(5000);
-  assert.equal(panel.notice, "Recording what the ranks do …");
+  assert.equal(panel.notice, "Recording what the ranks do, then reading it …");
   model.deliver(deltaOf(2, { now: 3, profile: { time: 3, html: "", has_trace: true } }));
   assert.deepEqual([panel.notice, panel.kernel.isProfiling], ["", false]);
 });
