@@ -58,6 +58,8 @@ class Profiler:
         """The recording is to end."""
         self._is_idle = threading.Event()
         self._is_idle.set()
+        self._turn = threading.Lock()
+        """Guards the three."""
         self._hook: Any = None
         self._has_stepped = False
 
@@ -76,8 +78,9 @@ class Profiler:
 
     def end_task(self, *, waits: bool) -> None:
         """End the recording now. `waits`: until the kernel has it, which must have it before the task's result."""
-        self._task = 0
-        self._ends.set()
+        with self._turn:
+            self._task = 0
+            self._ends.set()
         if waits:
             self._is_idle.wait(_END_TIMEOUT_S)
         if self._hook is not None:
@@ -85,11 +88,15 @@ class Profiler:
             self._hook = None
 
     def begin(self, asked: StartProfile) -> None:
-        if asked.task != self._task or not self._is_idle.is_set():
-            self._answer(asked, "it has ended" if asked.task != self._task else "it still stores an earlier profile")
+        with self._turn:
+            problem = "" if self._is_idle.is_set() else "it still stores an earlier profile"
+            problem = problem if asked.task == self._task else "it has ended"
+            if not problem:
+                self._is_idle.clear()
+                self._ends.clear()
+        if problem:
+            self._answer(asked, problem)
             return
-        self._is_idle.clear()
-        self._ends.clear()
         try:
             _thread.start_new_thread(self._run, (asked,))  # `threading` must list the user's threads only
         except RuntimeError as error:
@@ -117,7 +124,7 @@ class Profiler:
         if torch is None:
             return "it has not imported torch", []
         backend: Any = sys.modules["torch.autograd.profiler"]
-        if backend._is_profiler_enabled or "ProfilerStep" in backend.KinetoStepTracker._step_dict:  # also between steps
+        if _is_in_use(backend):
             return "its own code uses torch.profiler", []
         try:
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -128,7 +135,7 @@ class Profiler:
         try:
             recording = self._trace(config, _PROBE_S, path)  # tells how much a second takes
             seconds = min(asked.seconds, _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path))
-            if seconds > _PROBE_S and not self._ends.is_set():
+            if seconds > _PROBE_S and not (self._ends.is_set() or _is_in_use(backend)):
                 recording = self._trace(config, seconds, path)
             trace = opened.enter_context(open(path, "rb"))
         finally:
@@ -225,9 +232,10 @@ def _activity(file: str, line: int) -> str:
     return "" if is_backward(file) or ".wait(" in linecache.getline(file, line) else "python"
 
 
-# ------------------------------------------------------------------ the profiler's side effects
-_is_recording = False
-_is_prepared = False
+# ------------------------------------------------------------------ torch has one profiler
+def _is_in_use(backend: Any) -> bool:
+    """Return True if the rank's own code profiles, or will at a later step."""
+    return backend._is_profiler_enabled or "ProfilerStep" in backend.KinetoStepTracker._step_dict
 
 
 @contextlib.contextmanager
@@ -247,6 +255,11 @@ def _giving_way(backend: Any, ends: threading.Event) -> Iterator[None]:
     finally:
         backend._prepare_profiler = prepare
         is_over.set()
+
+
+# ------------------------------------------------------------------ its side effects
+_is_recording = False
+_is_prepared = False
 
 
 @contextlib.contextmanager
