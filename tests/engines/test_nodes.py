@@ -85,7 +85,7 @@ def test_ranks_are_profiled_on_both_nodes(launch: Launcher) -> None:
     running = launch(work, block=False)
     eventually(lambda: [rank for rank, text in running.stacks().items() if "in work" in text] == [0, 1])
     profile = running.profile(1.0)
-    assert re.match(r"Rank 0 waits \d\d% of the time for rank 1, whose code outside of torch takes", profile.sentence)
+    assert re.match(r"Rank 0 waits \d+% of the time for rank 1, whose code outside of torch takes", profile.sentence)
     assert profile.ranks[0].share("waiting") == pytest.approx(2 / 3, abs=0.1)
     assert profile.trace.stat().st_size > 1000
     running.stop()

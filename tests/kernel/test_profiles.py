@@ -22,7 +22,7 @@ def train(rank, steps=1_000_000):
         if (folder / "leave").exists():
             break
 """
-SENTENCE = r"Code outside of torch takes \d\d% of a step, most of it in Cell In\[\d+\], line 5: time\.sleep\(0\.02\)\."
+SENTENCE = r"Code outside of torch takes \d+% of a step, most of it in Cell In\[\d+\], line 5: time\.sleep\(0\.02\)\."
 
 
 def ready(folder: Path) -> bool:
