@@ -46,12 +46,18 @@ def read(folder: Path, name: str, rank: int) -> int:
 def count_interrupts(rank: int, folder: Path) -> int:
     """Count KeyboardInterrupts until the file "leave" is there; "beat" holds the number of checks."""
     seen = beats = 0
-    note(folder, "pid", rank, os.getpid())
-    while not (folder / "leave").exists():
-        try:
+
+    def beat() -> None:
+        nonlocal beats
+        while not (folder / "leave").exists():
             time.sleep(0.02)
             beats += 1
             note(folder, "beat", rank, beats)
+
+    note(folder, "pid", rank, os.getpid())
+    while not (folder / "leave").exists():
+        try:
+            beat()  # all of it, or an interrupt between two beats would end the rank
         except KeyboardInterrupt:
             seen += 1
             note(folder, "seen", rank, seen)
