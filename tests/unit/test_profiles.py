@@ -238,6 +238,12 @@ def test_each_moment_of_a_gpu_belongs_to_one_part() -> None:
     assert shares(found) == {"compute": 40, "communication": 30, "data": 10, "optimizer": 10, "other": 10}
 
 
+def test_a_barrier_on_gpus_is_not_in_flight_to_the_end() -> None:
+    rank = gpu_rank(joins=40)
+    rank.collectives.append([BASE_NS + int(1000 * (BEGIN_US + 1000)), "0", "", 3, "barrier", "", "", 0])
+    assert shares(rank.profile()) == {"compute": 40, "communication": 30, "data": 10, "optimizer": 10, "other": 10}
+
+
 def test_a_kernel_has_the_line_that_launched_it() -> None:
     found = {each.name: each for each in compared(gpu_rank()).operations}
     assert found["void gemm<float>(x)"].place == Place("/cell.py", 3)
