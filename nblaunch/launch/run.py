@@ -170,9 +170,9 @@ class Run:
             return verdict
 
     def _profiling(self) -> Profiling:
-        job, task = self.job, self.task
+        job, task, view = self.job, self.task, self.view  # without `self`: a circle would keep the task and its results
         about = task.present, task.number, self.commands, job.shipment.sources, self.files.directory
-        return Profiling(*about, lambda profile: self.view.on(ProfileShown(profile)), job.plan.options.profile)
+        return Profiling(*about, lambda profile: view.on(ProfileShown(profile)), job.plan.options.profile)
 
     def note(self, text: str) -> None:
         self.view.on(Note(text))
