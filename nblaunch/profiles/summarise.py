@@ -22,6 +22,7 @@ from nblaunch.machine.processes import die_with_parent
 from nblaunch.profiles.profile import PARTS, Operation, Place, Profile, RankProfile, Traffic
 from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
 from nblaunch.profiles.timeline import Collective, Timeline, shift_of, timeline
+from nblaunch.wire.tables import Begun, members_of
 
 _MAX_OPERATIONS = 10
 _NICENESS = 5
@@ -180,11 +181,8 @@ def _absent(joined: Sequence[tuple[int, Collective]], timelines: Sequence[Timeli
     first, numbers = joined[0][1], {number for number, _ in joined}
     if first.key is None or not any(collective.is_open for _, collective in joined):
         return []
-    members = first.key[1]
-    ranges = [part.partition("-") for part in members.split(",")] if members[:1].isdigit() else []
-    group = {rank for low, _, high in ranges for rank in range(int(low), int(high or low) + 1)}
-    is_in = [not members or each.rank in group for each in timelines]
-    return [number for number in range(len(timelines)) if is_in[number] and number not in numbers]
+    group = members_of(Begun(members=first.key[1]), 1 + max(each.rank for each in timelines)) or ()
+    return [number for number, each in enumerate(timelines) if each.rank in group and number not in numbers]
 
 
 def _most_expensive(timelines: Sequence[Timeline]) -> list[Operation]:

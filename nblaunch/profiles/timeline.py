@@ -263,8 +263,7 @@ def _collectives(about: Mapping[str, Any], events: _Events, origin: float) -> li
             own = _counted(waiting.pop(0), begin, end)._replace(call=call)
         found.append(own)
     last = about["collectives"][-1:]
-    is_left = bool(last) and any(each is last[0] for each in counted[last[0][4]])
-    if is_left and not events.kernels:  # a barrier on GPUs has no annotation either
+    if last and counted[last[0][4]][-1:] == last and not events.kernels:  # a barrier on GPUs has no annotation either
         found.append(_counted(last[0], last[0][0] / 1e3 - origin, about["end"] / 1e3 - origin, is_open=True))
     return found
 

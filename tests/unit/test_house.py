@@ -28,7 +28,7 @@ BELOW = {
     "transfer": ["machine", "wire"],
     "ranks": ["machine", "wire", "transfer"],
     "engines": ["machine", "wire", "transfer"],
-    "profiles": ["machine"],
+    "profiles": ["machine", "wire"],
     "launch": ["machine", "wire", "transfer", "engines", "profiles"],
     "notebook": ["machine", "wire", "transfer", "engines", "launch", "profiles"],
     "training": ["machine", "wire", "transfer"],
