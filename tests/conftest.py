@@ -42,6 +42,8 @@ MARK = "NBLAUNCH_TEST_RUN"
 _LEFT_WITHIN = 20.0
 _NAMELESS = re.compile(r"^/.*/#\d+ \(deleted\)$")
 """A temporary file without a name is shown by its number."""
+_NUMBER = re.compile(r":\[\d+\]$")
+"""Of a socket or pipe; ``anon_inode:[eventpoll]`` has none."""
 _SHARING = {"browser", "kernel"}
 """Folders whose files share what takes long to start."""
 _START_METHODS: dict[str, Any] = {
@@ -300,7 +302,7 @@ def _descriptors() -> dict[str, int]:
             continue
         if is_log_lock(target):
             continue
-        kind = target.partition(":[")[0] if ":[" in target else _NAMELESS.sub("a nameless file", target)
+        kind = _NAMELESS.sub("a nameless file", _NUMBER.sub("", target))
         kinds[kind] = kinds.get(kind, 0) + 1
     for server in servers.all():
         kinds["socket"] = kinds.get("socket", 0) - (server.channel.fileno() >= 0)

@@ -576,11 +576,11 @@ class Servers:
             elif not self.has_place(old) or new.installed != installed_now():
                 self.retire(new)
             else:  # one without packages stays beside one that has some: not all launches may use those
-                for server in list(self._servers):
-                    if server is old if new.is_plain else not server.is_plain:
-                        self.retire(server)
                 new.is_awaited = False
+                replaced = [each for each in self._servers if (each is old if new.is_plain else not each.is_plain)]
                 self._servers.append(new)
+                for server in replaced:
+                    self.retire(server)
 
     def _next_step(self) -> tuple[ForkServer, Where, list[str]] | None:
         """Return a server, and where the next one has to import what it lacks; None if nothing is missing."""

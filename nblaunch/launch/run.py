@@ -74,6 +74,8 @@ class Run:
         self.results: dict[int, list[int]] = {}
         self.hint = ""
         self._has_noted_taken = False
+        self.note: Callable[[str], None] = lambda text: view.on(Note(text))
+        """Not a method: the group keeps it, and what a launch holds must not wait for the collector."""
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
@@ -173,9 +175,6 @@ class Run:
         job, task, view = self.job, self.task, self.view  # without `self`: a circle would keep the task and its results
         about = task.present, task.number, self.commands, job.shipment.sources, self.files.directory
         return Profiling(*about, lambda profile: view.on(ProfileShown(profile)), job.plan.options.profile)
-
-    def note(self, text: str) -> None:
-        self.view.on(Note(text))
 
     def _turn_is_over(self) -> bool:
         """Return True once the task is over. Meanwhile note what the ranks have taken, before they work for hours."""

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -95,15 +96,17 @@ def test_more_launches_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(15):  # the pages that are used once, and the 10 launches whose logs are kept
         launch()
     wait_for_supervisor()
-    before = Footprint.now()
+    rounds = [Footprint.now()]
     kept = kept_logs()
 
-    for _ in range(40):
-        launch()
+    for _ in range(3):
+        for _ in range(15):
+            launch()
+        wait_for_supervisor()
+        eventually(lambda: not Footprint.now().exceeds(rounds[0]), LONG, lambda: (rounds, Footprint.now()))
+        rounds.append(Footprint.now())
 
-    wait_for_supervisor()
-    eventually(lambda: not Footprint.now().exceeds(before), LONG, lambda: (before, Footprint.now()))
-    after = Footprint.now()
-    assert after.memory - before.memory < 5 * MEGABYTE
-    assert after.server_memory - before.server_memory < 2 * MEGABYTE
+    grown = [(now.memory - then.memory, now.server_memory - then.server_memory) for then, now in pairwise(rounds)]
+    assert min(here for here, _ in grown) < 1.5 * MEGABYTE, grown  # a leak grows in each; the allocator in one at times
+    assert min(there for _, there in grown) < MEGABYTE // 2, grown
     assert kept_logs() == kept == 10
