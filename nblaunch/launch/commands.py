@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from typing import TypeVar
 
 from nblaunch.engines.protocol import Wakeup
 from nblaunch.profiles.profile import Profile
+
+_Answer = TypeVar("_Answer")
+_Requests = list[tuple[float, Future[_Answer]]]
+"""Each with its seconds."""
 
 
 class Commands(Wakeup):
@@ -22,8 +27,8 @@ class Commands(Wakeup):
         self.kill = False
         self.interrupts_to_kill = 0
         self._lock = threading.RLock()
-        self._waiting: list[tuple[float, Future[dict[int, str]]]] = []
-        self._profiles: list[tuple[float, Future[Profile | None]]] = []
+        self._stacks: _Requests[dict[int, str]] = []
+        self._profiles: _Requests[Profile | None] = []
 
     def ask(self, *, kill: bool = False) -> None:
         """Stop the ranks, with or without their grace period."""
@@ -34,34 +39,32 @@ class Commands(Wakeup):
 
     def want_stacks(self, timeout: float) -> Future[dict[int, str]]:
         """Return a future of the stacks by rank, which have `timeout` to answer; empty if the launch ends first."""
-        future: Future[dict[int, str]] = Future()
-        with self._lock:
-            if self._write.fileno() < 0:
-                future.set_result({})
-            else:
-                self._waiting.append((timeout, future))
-                self.set()
-        return future
-
-    def take_stacks(self) -> list[tuple[float, Future[dict[int, str]]]]:
-        with self._lock:
-            taken, self._waiting = self._waiting, []
-            return taken
+        return self._want(self._stacks, timeout, {})
 
     def want_profile(self, seconds: float) -> Future[Profile | None]:
         """Return a future of a profile; None if the launch ends first. It can be cancelled until a task takes it."""
-        future: Future[Profile | None] = Future()
+        return self._want(self._profiles, seconds, None)
+
+    def _want(self, requests: _Requests[_Answer], seconds: float, nothing: _Answer) -> Future[_Answer]:
+        future: Future[_Answer] = Future()
         with self._lock:
             if self._write.fileno() < 0:
-                future.set_result(None)
+                future.set_result(nothing)
             else:
-                self._profiles.append((seconds, future))
+                requests.append((seconds, future))
                 self.set()
         return future
 
-    def take_profiles(self) -> list[tuple[float, Future[Profile | None]]]:
+    def take_stacks(self) -> _Requests[dict[int, str]]:
+        return self._take(self._stacks)
+
+    def take_profiles(self) -> _Requests[Profile | None]:
+        return self._take(self._profiles)
+
+    def _take(self, requests: _Requests[_Answer]) -> _Requests[_Answer]:
         with self._lock:
-            taken, self._profiles = self._profiles, []
+            taken = list(requests)
+            requests.clear()
         return [(seconds, future) for seconds, future in taken if future.set_running_or_notify_cancel()]
 
     def set(self) -> None:
@@ -72,10 +75,7 @@ class Commands(Wakeup):
         """Answer open requests for stacks and profiles with none. Later requests have no effect."""
         with self._lock:
             super().close()
-            waiting, self._waiting = self._waiting, []
-            profiles, self._profiles = self._profiles, []
-        for _, future in waiting:
-            future.set_result({})
-        for _, wanted in profiles:
-            if wanted.set_running_or_notify_cancel():
-                wanted.set_result(None)
+        for _, stacks in self.take_stacks():
+            stacks.set_result({})
+        for _, profile in self.take_profiles():
+            profile.set_result(None)

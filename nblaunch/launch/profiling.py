@@ -143,18 +143,18 @@ class Profiling:
             current.reader.start()
         elif current.result is not None:
             self._current = None
-            self._deliver(current, current.result)
+            self._deliver(current.result, current.futures)
 
-    def _deliver(self, profile: _Profile, result: Profile) -> None:
+    def _deliver(self, result: Profile, futures: Sequence[Future[Profile | None]] = ()) -> None:
         self.finished.append(result)
         self._show(result)
-        for future in profile.futures:
+        for future in futures:
             future.set_result(result)
 
     def finish(self) -> None:
         """Finish the current profile: the task has ended."""
         if self._first is not None and all(rank.done is not None for rank in self._ranks):
-            self._deliver(_Profile(0, 0.0, []), Profile([], missing={rank.rank: _NO_STEP for rank in self._ranks}))
+            self._deliver(Profile([], missing={rank.rank: _NO_STEP for rank in self._ranks}))
         if self._current is not None:
             self._current.missing.update(dict.fromkeys(self._current.deadlines, "it has ended"))
             self._current.deadlines.clear()
