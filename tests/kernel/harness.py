@@ -192,12 +192,12 @@ def running_kernel(*command: str, **env: str) -> Iterator[Kernel]:
     if command:
         manager.kernel_spec.argv = [*command, "-f", "{connection_file}"]  # type: ignore[union-attr]
     manager.start_kernel(env={**os.environ, "NBLAUNCH_VIEW": "text", **env})
-    client = manager.blocking_client()
-    client.start_channels()
+    kernel = Kernel(manager, manager.blocking_client())
+    kernel.client.start_channels()
     try:
-        client.wait_for_ready(timeout=LONG)
-        yield Kernel(manager, client)
+        kernel.client.wait_for_ready(timeout=LONG)
+        yield kernel
     finally:
-        client.stop_channels()
+        kernel.client.stop_channels()  # perhaps another one: its thread would look for the dead kernel for ever
         manager.shutdown_kernel(now=True)
         assert not manager.is_alive()
