@@ -72,7 +72,7 @@ from nblaunch.wire.link_messages import (
     Written,
     in_other_clock,
 )
-from nblaunch.wire.messages import Done, Failed, NotStarted, Profiled, RankExited, Swept, Task
+from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, Swept, Task
 from nblaunch.wire.tables import Begun, Dropped
 
 _log = logging.getLogger(__name__)
@@ -349,7 +349,7 @@ class AgentGroup:
 
     def _send_event(self, event: Event) -> None:
         if isinstance(event, Received):
-            if not isinstance(event.message, (Done, Failed, Profiled)):  # which alone may have a parcel
+            if not (isinstance(event.message, (Done, Failed)) or event.parcel or event.lost):
                 self._outbox.put(FromRank(self.group, event.rank, event.message))
                 return
             self._send(self._files.unsent([event.rank]))

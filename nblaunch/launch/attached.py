@@ -30,7 +30,7 @@ from nblaunch.launch.ending import Ending
 from nblaunch.launch.events_file import EventsReader
 from nblaunch.launch.failures import attach as attach_results
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import PROFILE_S, Launch
+from nblaunch.launch.handle import PROFILE_S, RUNNING_TIMEOUT_S, Launch
 from nblaunch.launch.options import Options
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.reports import ReportList
@@ -166,12 +166,11 @@ class Replay:
         return self._output.listed(self._printed) if self._output is not None else ReportList()
 
     def read(self) -> list[tuple[float, Event]]:
-        """Show what has been added; return the events with their times."""
+        """Show what has been added; return the events as they are shown, with their times."""
         events = []
         for at, event in self._reader.read():
             self._at = at
-            self._take(event)
-            events.append((at, event))
+            events.append((at, self._take(event)))
         self._at = None
         if self._output is not None and self.outcome is None:
             self._output.poll()
@@ -182,7 +181,7 @@ class Replay:
         """Show the end that the folder does not tell."""
         self._take(Ended(outcome))
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event) -> Event:
         if isinstance(event, (Started, Ended)) and self._output is not None:
             self._output.finish()
         if isinstance(event, Started):
@@ -209,6 +208,7 @@ class Replay:
         elif isinstance(event, Ended):
             self.outcome = event.outcome
         self._view.on(event)
+        return event
 
 
 class AttachedLaunch(Launch):
@@ -258,6 +258,10 @@ class AttachedLaunch(Launch):
         self._tell("profile", seconds=seconds)
 
     def _profiled(self, seconds: float) -> Profile | None:
+        deadline = time.monotonic() + RUNNING_TIMEOUT_S
+        while not (self.world_size or self._finished.wait(timeouts.LOG_POLL_S)):
+            if time.monotonic() > deadline:
+                raise self._not_running()
         asked: Future[Profile | None] = Future()
         self._asked.append((time.time(), ProfileShown, asked))
         self.ask_profile(seconds)
@@ -317,7 +321,7 @@ class AttachedLaunch(Launch):
             elif isinstance(event, StacksShown):
                 self._answer(at, StacksShown, dict(event.texts))
             elif isinstance(event, ProfileShown):
-                self._answer(at, ProfileShown, self._replay.profiles[-1])
+                self._answer(at, ProfileShown, event.profile)
         self.console.on_step()
         if is_over and self._replay.outcome is None:
             self._lose()

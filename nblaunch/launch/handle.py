@@ -65,7 +65,7 @@ CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
 INSIST = "interrupt again to kill the ranks that do not respond; their variables will be lost"
 PROFILE_S = 2.0
-_RUNNING_TIMEOUT_S = 5.0
+RUNNING_TIMEOUT_S = 5.0
 """For the ranks of a launch to run before they are profiled."""
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
@@ -164,8 +164,8 @@ class Launch(ABC):
 
         The shares are of the time from the first recorded step of an optimizer to the last, or of the whole recording
         if there are fewer than three: choose `seconds` for three or more. Waiting is the time in a collective until its
-        last rank joins. While they are recorded, ranks are some 10 % slower. A ``torch.profiler`` of their own ends the
-        recording.
+        last rank joins. Ranks that use all cores are 10 to 15 % slower while they are recorded, and a quarter slower
+        while the traces are read. A ``torch.profiler`` of their own ends the recording.
 
         Args:
             seconds: How long to record, at most 10. Default: 2. A rank whose trace would exceed 16 MB, as the first
@@ -178,7 +178,7 @@ class Launch(ABC):
 
         Raises:
             ArgumentError: `seconds` is invalid.
-            NblaunchError: The launch has ended, or does not run yet.
+            NblaunchError: The launch has ended, or cannot be profiled yet.
         """
         found = self._profiled(profile_seconds("seconds", seconds))
         if found is None:
@@ -188,6 +188,10 @@ class Launch(ABC):
     @abstractmethod
     def _profiled(self, seconds: float) -> Profile | None:
         """Return a profile; None if the launch ends first."""
+
+    def _not_running(self) -> NblaunchError:
+        why = "it is queued, its ranks start, or another profile is being made"
+        return NblaunchError(f"{self.name} cannot be profiled now: {why}")
 
     def __reduce__(self) -> NoReturn:
         raise OfNotebookError(self, "a launch")
@@ -301,9 +305,9 @@ class OwnLaunch(Launch):
     def _profiled(self, seconds: float) -> Profile | None:
         asked = self._commands.want_profile(seconds)
         with contextlib.suppress(concurrent.futures.TimeoutError):
-            return asked.result(_RUNNING_TIMEOUT_S)
+            return asked.result(RUNNING_TIMEOUT_S)
         if asked.cancel():
-            raise NblaunchError(f"{self.name} does not run yet: it is queued, or its ranks start")
+            raise self._not_running()
         return asked.result()
 
     def _state(self) -> str:

@@ -5,6 +5,7 @@ One profile at a time: the ranks record at the same moment, and answer with a fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -31,8 +32,8 @@ _STORE_TIMEOUT_S = 60.0
 """For a rank to store its recording."""
 _READ_TIMEOUT_S = 300.0
 """For the process that reads the recordings."""
-_STOPPED_READ_TIMEOUT_S = 5.0
-"""The same, after the user has stopped the launch."""
+_FAILED_READ_TIMEOUT_S = 5.0
+"""The same, for a launch that was stopped or has failed."""
 _READ_POLL_S = 0.1
 _MAIN = (
     "import json, sys; path, *order = json.loads(sys.argv[1]); sys.path[:] = path; "
@@ -140,7 +141,10 @@ class Profiling:
             return
         if current.reader is None:
             current.reader = threading.Thread(target=self._read, args=[current], name="nblaunch-profile", daemon=True)
-            current.reader.start()
+            try:
+                current.reader.start()
+            except RuntimeError as error:  # no more threads
+                self._refuse(current, error)
         elif current.result is not None:
             self._current = None
             self._deliver(current.result, current.futures)
@@ -161,10 +165,10 @@ class Profiling:
         since = time.monotonic()
         while (current := self._current) is not None:
             self._advance(current, since)
-            limit = _STOPPED_READ_TIMEOUT_S if self._commands.stop else _READ_TIMEOUT_S
-            if self._commands.kill or time.monotonic() > since + limit:
+            is_short = self._commands.stop or any(rank.has_failed for rank in self._ranks)
+            if self._commands.kill or (is_short and time.monotonic() > since + _FAILED_READ_TIMEOUT_S):
                 return  # `close` gives it up
-            if current.reader is not None:
+            if current.result is None and current.reader is not None:
                 current.reader.join(_READ_POLL_S)
 
     def close(self) -> None:
@@ -181,21 +185,26 @@ class Profiling:
 
     # -------------------------------------------------------------- in a thread
     def _read(self, current: _Profile) -> None:
+        trace = self._directory / f"profile{current.number}.json.gz"
         try:
-            found = self._placed(self._summarised(current)) if current.recordings else Profile([])
+            found = self._placed(self._summarised(current, trace)) if current.recordings else Profile([])
             current.result = replace(found, missing=dict(sorted(current.missing.items())))
-        except Exception as error:  # noqa: BLE001  # the profile says so
-            why = f"its recording could not be read: {error}"
-            current.result = Profile([], missing={**dict.fromkeys(current.recordings, why), **current.missing})
-        finally:
             _close(current)
-            self._commands.set()
+        except Exception as error:  # noqa: BLE001  # the profile says so
+            with contextlib.suppress(OSError):
+                trace.unlink(missing_ok=True)
+            self._refuse(current, error)
+        self._commands.set()
 
-    def _summarised(self, current: _Profile) -> Profile:
-        trace = str(self._directory / f"profile{current.number}.json.gz")
+    def _refuse(self, current: _Profile, error: Exception) -> None:
+        why = f"its recording could not be read: {error}"
+        current.result = Profile([], missing={**dict.fromkeys(current.recordings, why), **current.missing})
+        _close(current)
+
+    def _summarised(self, current: _Profile, trace: Path) -> Profile:
         recordings = sorted(current.recordings.items())
         current.process = process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, json.dumps([installed_path(), os.getpid(), trace, recordings])],
+            [sys.executable, "-c", _MAIN, json.dumps([installed_path(), os.getpid(), str(trace), recordings])],
             pass_fds=[fd for _, fds in recordings for fd in fds],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -22,7 +22,7 @@ from nblaunch.launch import session as live_sessions
 from nblaunch.launch.attached import attached
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import INSIST, PROFILE_S, OwnLaunch, live_launches
-from nblaunch.launch.options import TABLE, flag_of, taken_by
+from nblaunch.launch.options import TABLE, flag_of, profile_seconds, taken_by
 from nblaunch.launch.session import Session, session
 from nblaunch.launch.session_state import DEFAULT_NAME
 from nblaunch.launch.session_state import command as command_line
@@ -207,12 +207,11 @@ _SECONDS = argument("--seconds", type=float, default=PROFILE_S, help="how long t
 @command("profile", _SECONDS)
 def _profile(shell: Any, seconds: float) -> str:
     """Profile the ranks of all launches: where their time goes."""
+    profile_seconds("--seconds", seconds)
     texts = []
     for launch in [*live_launches(), *attached()]:
         try:
             texts.append(f"{launch!r}\n{launch.profile(seconds)!r}")
-        except ArgumentError:
-            raise
         except NblaunchError as error:  # it has ended meanwhile, or does not run yet
             texts.append(str(error))
     return "\n\n".join(texts) or "no launch is running"

@@ -36,7 +36,7 @@ from nblaunch.notebook.charts import (
 )
 from nblaunch.notebook.page_messages import OutputContent
 from nblaunch.notebook.panel_state import PanelState
-from nblaunch.profiles.profile import PARTS, Part, Profile
+from nblaunch.profiles.profile import PARTS, Part, Profile, number_text
 
 FAILED_COLOUR = "#d64a3f"
 MONO = "font-size:12px;line-height:1.5;word-break:normal"
@@ -354,7 +354,7 @@ def _shares(profile: Profile) -> str:
             if share > 0
         )
         bars.append(f'<tr><td>{name}</td><td style="width:100%"><div style="{_BAR}">{bar}</div></td></tr>')
-        rate = f"{each.steps_per_second:.3g}" if each.steps else "–"
+        rate = number_text(each.steps_per_second) if each.steps else "–"
         percents = [f"{share:.0%}" if share >= 0.005 else f'<span style="{DIM}">0%</span>' for share in shares.values()]
         rows.append(_row([name, rate, *percents]))
     more = len(profile.ranks) - _MAX_PROFILED

@@ -74,10 +74,6 @@ class RankProfile:
     def steps_per_second(self) -> float:
         return self.steps / self.seconds if self.seconds else 0.0
 
-    def cost(self, part: Part) -> float:
-        """Return the seconds of a part in one step; of code without an optimizer, in one second."""
-        return self.parts[part] / (self.steps or self.seconds or 1.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -121,7 +117,7 @@ class Summary(list[dict[str, float]]):
     def __repr__(self) -> str:
         lines = ["rank  steps/s  " + "  ".join(PARTS)]
         for row in self:
-            rate = f"{row['steps_per_second']:.3g}" if row["steps_per_second"] else "-"
+            rate = number_text(row["steps_per_second"]) if row["steps_per_second"] else "-"
             shares = (f"{row[part]:.0%}".rjust(len(part)) for part in PARTS)
             lines.append(f"{row['rank']:>4}  {rate:>7}  " + "  ".join(shares))
         return "\n".join(lines)
@@ -214,6 +210,11 @@ def _by_rank(content: Mapping[Any, Any]) -> dict[int, Any]:
     return {int(rank): value for rank, value in content.items()}
 
 
+def number_text(value: float) -> str:
+    """Write a rate or time with about three digits, and never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _cost(operation: Operation) -> str:
     return f"{1000 * statistics.mean(operation.seconds.values()):7.1f} ms"
 
@@ -265,23 +266,24 @@ def _at(ranks: Sequence[RankProfile], part: Part) -> str:
 
 
 def _why_late(latest: RankProfile, others: Sequence[RankProfile]) -> str:
-    usual = {part: statistics.mean(each.cost(part) for each in others) for part in _WORDS}
-    part = max(_WORDS, key=lambda part: latest.cost(part) - usual[part])
-    own, excess = latest.cost(part), latest.cost(part) - usual[part]
-    if excess <= 0:
+    more = {part: latest.share(part) - statistics.mean(each.share(part) for each in others) for part in _WORDS}
+    part = max(_WORDS, key=lambda part: more[part])
+    own, usual = latest.share(part), latest.share(part) - more[part]
+    if own <= usual:
         return ", which comes last to the collectives"
     whose = "the other's" if len(others) == 1 else "the others'"
-    if own < 20 * usual[part]:
-        takes = f"takes {own / usual[part]:.1f} times as long as {whose}"
+    if own < 20 * usual:
+        takes = f"takes {own / usual:.1f} times as long as {whose}"
     else:
-        per = "a step" if latest.steps else "each second"
-        takes = f"takes {1000 * own:.3g} ms of {per}, {whose} {1000 * usual[part]:.2g} ms"
+        per, ms = ("a step", 1000 * latest.seconds / latest.steps) if latest.steps else ("each second", 1000.0)
+        takes = f"takes {number_text(own * ms)} ms of {per}, {whose} {number_text(usual * ms)} ms"
     place = latest.places.get(part)
-    return f", whose {_WORDS[part]} {takes}{f' ({place})' if place else ''}"
+    what = "idle GPU time" if part == "other" and latest.has_gpu else _WORDS[part]
+    return f", whose {what} {takes}{f' ({place})' if place else ''}"
 
 
 def _traffic(traffic: Traffic | None, ranks: Sequence[RankProfile]) -> str:
     if traffic is None:
         return ""
     per = "" if all(each.steps for each in ranks) else " each second"
-    return f": {traffic.calls:.3g} × {traffic.call}{f' of {in_words(traffic.size)}' * bool(traffic.size)}{per}"
+    return f": {number_text(traffic.calls)} × {traffic.call}{f' of {in_words(traffic.size)}' * bool(traffic.size)}{per}"

@@ -13,10 +13,10 @@ import math
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.profiles.profile import PARTS, Operation, Place, Profile, RankProfile, Traffic
@@ -46,56 +46,41 @@ def main(parent: int, trace: str, recordings: Recordings) -> None:
 
 
 def summarise(recordings: Recordings, trace: Path) -> Profile:
-    """Return the profile of these recordings, and write their merged trace. Closes the descriptors."""
+    """Return the profile of these recordings, and write their merged trace if there is room; close the descriptors."""
     timelines: list[Timeline] = []
+    texts = _texts(recordings, timelines)
+    path: Path | None = trace
+    try:
+        with gzip.open(trace, "wt", compresslevel=3) as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+            for number, text in enumerate(texts):
+                file.write(", " * bool(number) + text)
+            file.write("]}")
+    except OSError:
+        path = None
+        with contextlib.suppress(OSError):
+            trace.unlink(missing_ok=True)
+    for _ in texts:  # the rest, without a trace
+        pass
+    if len(timelines) < len(recordings):
+        raise RuntimeError("a file of the ranks could not be read")
+    return replace(compare(timelines), trace=path)
+
+
+def _texts(recordings: Recordings, timelines: list[Timeline]) -> Iterator[str]:
+    """Add the timeline of each rank, and yield the text of its events in the merged trace."""
     abouts = [_read(fds[0]) for _, fds in recordings]
     windows = common_windows(abouts)
     origin = abouts[0]["begin"] / 1e3
-    with _Trace(trace) as merged:
-        for (rank, fds), about in zip(recordings, abouts, strict=True):
-            recorded = _read(fds[1])
-            about |= windows[about["host"]]
-            own_origin, own = origin, timeline(rank, about, recorded, origin)
-            if timelines and own.host != timelines[0].host:  # their clocks differ
-                own_origin = origin + _lag(own, timelines[0])
-                own = timeline(rank, about, recorded, own_origin)
-            merged.add(_events_text(rank, recorded, shift_of(recorded, own_origin)))
-            timelines.append(own)
-    return replace(compare(timelines), trace=merged.path)
-
-
-class _Trace:
-    """The merged trace while it is written. Where there is no room for it, there is none, and the profile is made."""
-
-    def __init__(self, path: Path) -> None:
-        self.path: Path | None = None
-        """Once it is there."""
-        self._final, self._partial = path, path.with_name(f"{path.name}.partial")
-        self._texts = 0
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> _Trace:
-        with contextlib.suppress(OSError):
-            self._file = gzip.open(self._partial, "wt", compresslevel=3)
-        return self
-
-    def add(self, text: str) -> None:
-        try:
-            if self._file is not None:
-                self._file.write(", " if self._texts else '{"displayTimeUnit": "ms", "traceEvents": [')
-                self._file.write(text)
-                self._texts += 1
-        except OSError:
-            self._file = None
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            if self._file is not None and kind is None:
-                self._file.write("]}")
-                self._file.close()
-                os.replace(self._partial, self._final)
-                self.path = self._final
-        self._partial.unlink(missing_ok=True)
+    for (rank, fds), about in zip(recordings, abouts, strict=True):
+        recorded = _read(fds[1])
+        about |= windows[about["host"]]
+        own_origin, own = origin, timeline(rank, about, recorded, origin)
+        if timelines and own.host != timelines[0].host:  # their clocks differ
+            own_origin = origin + _lag(own, timelines[0])
+            own = timeline(rank, about, recorded, own_origin)
+        timelines.append(own)
+        yield _events_text(rank, recorded, shift_of(recorded, own_origin))
 
 
 def common_windows(abouts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:

@@ -33,7 +33,7 @@ _MIN_STEPS = 3
 """Steps whose ends bound the time that is looked at: of fewer, all that was recorded."""
 _BYTES_OF_C = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "short": 2}
 """Of one element, by a name of C that NCCL uses; others have the bits in their names."""
-OUTSIDE = "outside of torch"
+OUTSIDE, IDLE = "outside of torch", "idle GPU"
 
 
 class Collective(NamedTuple):
@@ -202,8 +202,9 @@ def timeline(rank: int, about: Mapping[str, Any], trace: Mapping[str, Any], orig
         if exposed:
             costs[each.call].add(total(exposed), each.place, calls=1)
     if parts["other"]:
-        costs[OUTSIDE].add(total(parts["other"]))
-        costs[OUTSIDE].places.update(seen["other"])
+        name = IDLE if has_gpu else OUTSIDE
+        costs[name].add(total(parts["other"]))
+        costs[name].places.update(seen["other"])
     return Timeline(rank, about["host"], window, steps, has_gpu, parts, collectives, costs, places)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import ctypes
 import functools
 import json
 import linecache
@@ -124,23 +123,24 @@ class Profiler:
         if torch is None:
             return "it has not imported torch", []
         backend: Any = sys.modules["torch.autograd.profiler"]
-        if _is_in_use(backend):
-            return "its own code uses torch.profiler", []
         try:
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         except TypeError:
             return f"torch {torch.__version__} cannot profile other threads; torch 2.8 can", []
-        self._send(Profiled(self._rank, asked.task, asked.number, has_begun=True))
         path = os.path.join(self._scratch, f"rank{self._rank}.trace.json")
-        try:
-            recording = self._trace(config, _PROBE_S, path)  # tells how much a second takes
-            seconds = min(asked.seconds, _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path))
-            if seconds > _PROBE_S and not (self._ends.is_set() or _is_in_use(backend)):
-                recording = self._trace(config, seconds, path)
-            trace = opened.enter_context(open(path, "rb"))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        with _giving_way(backend, self._ends), _without_forks():
+            if _is_in_use(backend):
+                return "its own code uses torch.profiler, or has not left its `with` block", []
+            self._send(Profiled(self._rank, asked.task, asked.number, has_begun=True))
+            try:
+                recording = self._trace(config, _PROBE_S, path)  # tells how much a second takes
+                seconds = min(asked.seconds, _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path))
+                if seconds > _PROBE_S and not self._ends.is_set():
+                    recording = self._trace(config, seconds, path)
+                trace = opened.enter_context(open(path, "rb"))
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
         about = opened.enter_context(tempfile.TemporaryFile(dir=self._scratch))
         about.write(recording.in_json(self._main))
         about.flush()
@@ -154,7 +154,7 @@ class Profiler:
         device = "cuda" if torch.cuda.is_initialized() else None
         profile = backend.profile(use_kineto=True, use_device=device, experimental_config=config)
         recording = _Recording()
-        with _giving_way(backend, self._ends), _without_forks():
+        try:
             with _quiet():
                 profile._prepare_trace()
             try:
@@ -162,7 +162,8 @@ class Profiler:
                 recording.watch(time.monotonic() + seconds, self._ends)
             finally:
                 trace = torch.autograd._disable_profiler()
-                backend._run_on_profiler_stop()
+        finally:
+            backend._run_on_profiler_stop()
         trace.save(path)
         return recording
 
@@ -259,16 +260,12 @@ def _giving_way(backend: Any, ends: threading.Event) -> Iterator[None]:
 
 # ------------------------------------------------------------------ its side effects
 _is_recording = False
-_is_prepared = False
 
 
 @contextlib.contextmanager
 def _without_forks() -> Iterator[None]:
     """Record for this process alone: a DataLoader's worker that is forked meanwhile would record to its end."""
-    global _is_recording, _is_prepared
-    if not _is_prepared:
-        os.register_at_fork(after_in_child=_forget)
-        _is_prepared = True
+    global _is_recording
     _is_recording = True
     try:
         yield
@@ -281,26 +278,17 @@ def _forget() -> None:
         sys.modules["torch"]._C._autograd._clear_callbacks()
 
 
+os.register_at_fork(after_in_child=_forget)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Kineto from writing about its start to stderr: by its own variable, and a line by the stream of C code."""
+    """Keep Kineto from writing about its start to stderr, by a variable that it reads once."""
     has_level = "KINETO_LOG_LEVEL" in os.environ
-    libc = ctypes.CDLL(None)
-    try:
-        stream = ctypes.c_void_p.in_dll(libc, "stderr")
-    except ValueError:  # another name, as on macOS
-        yield
-        return
-    libc.fopen.restype, libc.fclose.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    before, nowhere = stream.value, libc.fopen(os.devnull.encode(), b"w")
     if not has_level:
-        os.putenv("KINETO_LOG_LEVEL", "99")  # read once
-    stream.value = nowhere or before
+        os.putenv("KINETO_LOG_LEVEL", "99")
     try:
         yield
     finally:
-        stream.value = before
-        if nowhere:
-            libc.fclose(nowhere)
         if not has_level:
             os.unsetenv("KINETO_LOG_LEVEL")

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from tests.conftest import LONG, eventually, parent_of
 from tests.processes.test_stacks import begin, lock_twice_with_the_gil, pid_of, ready
 from tests.processes.test_stuck import _without_hook  # noqa: F401  # a fixture that pytest finds by name
 
-NAP_S = 0.02
+NAP_S = 0.04
+"""Much longer than what a busy machine adds to a step."""
 NEAR = 0.1
 """How far a share may be from what the code does by construction."""
 BIG = 16 << 20
@@ -111,7 +113,7 @@ def train(
 
 def train_late(rank: int, folder: Path) -> dict[str, float]:
     time.sleep(1.0)  # as long as its data are read, and its model is built
-    return train(rank, folder, computes=NAP_S, steps=60)
+    return train(rank, folder, computes=NAP_S / 2, steps=120)
 
 
 def take_no_step(rank: int) -> int:
@@ -143,6 +145,16 @@ def wait_for_ever(rank: int, folder: Path) -> None:
     if rank == 0:
         dist.barrier()
     next(iter(DataLoader(Samples(LONG))))
+
+
+def fail_once(rank: int, folder: Path) -> int:
+    """Fail in the first attempt, once the file "fail" is there."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (folder / f"attempt{attempt}").mkdir(exist_ok=True)
+    ready(folder / f"attempt{attempt}", rank)
+    eventually((folder / ("enough" if attempt else "fail")).exists)
+    assert attempt, "the first attempt fails"
+    return rank
 
 
 def profile_itself(rank: int, folder: Path) -> None:
@@ -256,9 +268,9 @@ def ended(launch: Launch, folder: Path) -> LaunchResult:
     return launch.result()
 
 
-def profiled(folder: Path, ranks: int = 2, **load: Any) -> tuple[Profile, LaunchResult]:
+def profiled(folder: Path, ranks: int = 2, seconds: float = 1.0, **load: Any) -> tuple[Profile, LaunchResult]:
     launch = begun(train, folder, ranks, **load)
-    profile = launch.profile(1.0)
+    profile = launch.profile(seconds)
     return profile, ended(launch, folder)
 
 
@@ -277,21 +289,21 @@ def check_shares(profile: Profile, result: LaunchResult) -> None:
     ("load", "sentence"),
     [
         (
-            {"loads": 0.01, "late": ("data", 3.0)},
+            {"loads": NAP_S, "late": ("data", 3.0)},
             r"Rank 0 waits \d+% of the time for rank 1, whose data loading takes [23]\.\d times as long as the "
             r"other's \(.*time\.sleep\(self\.nap\)\)\.",
         ),
         (
             {"computes": NAP_S, "late": ("compute", 2.0)},
-            r"Rank 0 waits \d+% of the time for rank 1, whose computation takes (1\.9|2\.\d) times as long",
+            r"Rank 0 waits \d+% of the time for rank 1, whose computation takes (1\.[6-9]|2\.\d) times as long",
         ),
         (
             {"thinks": NAP_S, "late": ("other", 2.0)},
-            r"Rank 0 waits \d+% of the time for rank 1, whose code outside of torch takes (1\.9|2\.\d) times as "
+            r"Rank 0 waits \d+% of the time for rank 1, whose code outside of torch takes (1\.[6-9]|2\.\d) times as "
             r'long .*time\.sleep\(naps\["other"\]\)',
         ),
         (
-            {"computes": 0.005, "numbers": BIG},
+            {"computes": 0.005, "numbers": BIG, "seconds": 3.0},
             r"Communication is \d+% of a step: 1 × all_reduce of 67 MB\.",
         ),
         ({"computes": 2 * NAP_S}, r"The 2 ranks are even: computation is \d+% of a step\."),
@@ -317,7 +329,7 @@ def test_a_torch_without_hooks_numbers_its_collectives(tmp_path: Path) -> None:
 
 
 def test_eight_ranks_are_compared(tmp_path: Path) -> None:
-    profile, result = profiled(tmp_path, ranks=8, computes=2 * NAP_S, late=("compute", 3.0))
+    profile, result = profiled(tmp_path, ranks=8, computes=NAP_S, late=("compute", 3.0))
     assert re.match(r"Ranks wait \d+% of the time for rank 1, whose computation takes", profile.sentence), profile
     check_shares(profile, result)
     assert profile.trace is not None
@@ -334,7 +346,7 @@ def test_the_option_profiles_the_first_steps(tmp_path: Path) -> None:
     assert profile.trace is not None
     assert profile.trace.parent == result.logs[0].out.parent
     check_shares(profile, result)  # without the second before the first step
-    assert all(20 <= each.steps < 60 for each in profile.ranks)
+    assert all(20 <= each.steps < 120 for each in profile.ranks)
 
 
 def test_code_without_an_optimizer_has_no_first_step() -> None:
@@ -356,9 +368,8 @@ def test_the_option_waits_for_the_other_ranks_a_moment(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ ranks that wait, or cannot be recorded
 def test_a_rank_that_holds_the_gil_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     launch = begun(get_stuck, tmp_path)
-    asked = time.monotonic()
+    eventually(lambda: "lock_twice_with_the_gil" in launch.stacks().get(1, ""), LONG, launch.stacks)
     profile = launch.profile(0.5)
-    assert time.monotonic() - asked < 10.0
     assert [each.rank for each in profile.ranks] == [0]
     assert profile.ranks[0].share("compute") > 0.5
     assert re.match("no answer within 5 s: it runs C code that holds the GIL", profile.missing[1])
@@ -420,24 +431,22 @@ def test_a_rank_that_begins_to_profile_itself_comes_first(profiler: str, tmp_pat
 def test_tensors_of_functions_that_have_returned_are_not_kept(tmp_path: Path) -> None:
     launch = begun(drop_tensors, tmp_path, ranks=1)
     launch.profile(1.0)
-    assert ended(launch, tmp_path)[0] <= 2
+    assert ended(launch, tmp_path)[0] <= 20  # of some 300; a thread that holds the GIL when it is suspended keeps one
 
 
 def test_ranks_that_are_lost_end_a_profile(tmp_path: Path) -> None:
     launch = begun(train, tmp_path, computes=NAP_S)
     launch.ask_profile(10.0)
     os.kill(parent_of(pid_of(tmp_path, 0)), signal.SIGKILL)  # their reaper
-    asked = time.monotonic()
     with pytest.raises(RankLostError):
         launch.result()
-    assert time.monotonic() - asked < 10.0
 
 
 def test_a_launch_that_is_queued_is_not_waited_for(tmp_path: Path) -> None:
     with nblaunch.session(1) as kept:
         first = kept.run(time.sleep, LONG, block=False, view="none")
         second = kept.run(time.sleep, 0.0, block=False, view="none")
-        with pytest.raises(NblaunchError, match=r"^sleep does not run yet: it is queued, or its ranks start$"):
+        with pytest.raises(NblaunchError, match=r"^sleep cannot be profiled now: it is queued, its ranks start, or"):
             second.profile(0.1)
         first.stop()
         first.wait()
@@ -448,10 +457,8 @@ def test_a_launch_can_be_stopped_while_it_is_profiled(tmp_path: Path) -> None:
     launch = begun(train, tmp_path, computes=NAP_S)
     launch.ask_profile(10.0)
     launch.stop()
-    asked = time.monotonic()
     with pytest.raises(LaunchStoppedError):
         launch.result()
-    assert time.monotonic() - asked < 20.0
     with pytest.raises(NblaunchError, match=r"^train has ended: only running ranks can be profiled$"):
         launch.profile()
 
@@ -475,12 +482,13 @@ def test_fifty_profiles_in_a_row_leave_nothing(tmp_path: Path) -> None:
         return [(len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))) for pid in pids]
 
     profiles = [launch.profile(0.05) for _ in range(5)]
-    before, memory = held(), [memory_of(pid) for pid in pids]
-    profiles += [launch.profile(0.05) for _ in range(50)]
+    before, memory = held(), [max(map(memory_of, pids))]
+    for _ in range(2):
+        profiles += [launch.profile(0.05) for _ in range(25)]
+        memory.append(max(map(memory_of, pids)))
     assert not any(profile.missing for profile in profiles)
-    eventually(lambda: held() == before, 10.0, held)
-    grown = [memory_of(pid) - kilobytes for pid, kilobytes in zip(pids, memory, strict=True)]
-    assert max(grown) < 10_000, grown
+    eventually(lambda: held() == before, LONG, held)
+    assert min(now - then for then, now in pairwise(memory)) < 5_000, memory  # a leak grows both times
     assert profiles[0].trace is not None
     files = [path.name for path in profiles[0].trace.parent.glob("profile*")]
     assert sorted(files) == sorted(f"profile{number}.json.gz" for number in range(1, 56))
@@ -500,5 +508,27 @@ def test_a_run_is_profiled_by_another_process(tmp_path: Path) -> None:
     assert [each.to_json() for each in result.profiles] == [profile.to_json()]
     assert profile.trace is not None
     assert profile.trace.exists()
-    assert "computation is" in record_of(run_folders.find_run("profiled"))
+    assert profile.sentence in record_of(run_folders.find_run("profiled"))
     run_folders.remove("profiled")
+
+
+def test_a_run_whose_profile_is_of_an_earlier_attempt_is_attached_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"num_processes": 2, "max_restarts": 1, "detach": "restarted", "view": "none"}
+    run = notebook_launcher(fail_once, kwargs={"folder": tmp_path}, **options)
+    assert isinstance(run, Launch)
+    eventually(lambda: len(list(tmp_path.glob("attempt0/pid?"))) == 2)
+    assert [each.rank for each in run.profile(0.2).ranks] == [0, 1]
+    monkeypatch.setattr(run, "world_size", 0)  # as while a run waits for nodes
+    monkeypatch.setattr("nblaunch.launch.attached.RUNNING_TIMEOUT_S", 0.0)
+    with pytest.raises(NblaunchError, match=r"^fail_once cannot be profiled now: it is queued, its ranks start, or"):
+        run.profile()
+    (tmp_path / "fail").touch()
+    eventually(lambda: len(list(tmp_path.glob("attempt1/pid?"))) == 2)
+    again = nblaunch.attach("restarted")
+    (tmp_path / "enough").touch()
+    assert list(again.result()) == [0, 1]
+    assert again.profiles == ()
+    run.wait()
+    run_folders.remove("restarted")

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,9 @@ def test_each_moment_of_a_gpu_belongs_to_one_part() -> None:
     found = gpu_rank(joins=40).profile()
     assert found.has_gpu
     assert shares(found) == {"compute": 40, "communication": 30, "data": 10, "optimizer": 10, "other": 10}
+    names = [each.name for each in compared(gpu_rank()).operations]
+    assert "idle GPU" in names
+    assert "outside of torch" not in names
 
 
 def test_a_barrier_on_gpus_is_not_in_flight_to_the_end() -> None:
@@ -396,6 +400,10 @@ def rank_of(rank: int = 0, steps: int = 10, late: float = 0.0, **parts: float) -
     return RankProfile(rank, 1.0, steps, filled, late, places=where)
 
 
+def on_gpu(rank: RankProfile) -> RankProfile:
+    return replace(rank, has_gpu=True)
+
+
 EVEN = rank_of()
 
 
@@ -417,6 +425,18 @@ EVEN = rank_of()
             Profile([rank_of(waiting=0.7), rank_of(1, late=0.7, data=0.6), *(rank_of(rank) for rank in (2, 3))]),
             "Rank 0 waits 70% of the time for rank 1, whose data loading takes 60 ms of a step",
         ),
+        (
+            Profile([rank_of(waiting=0.4, steps=2), rank_of(1, late=0.4, steps=2, data=0.4)]),
+            "Rank 0 waits 40% of the time for rank 1, whose data loading takes 200 ms of a step, the other's 0 ms (",
+        ),
+        (
+            Profile([on_gpu(rank_of(waiting=0.3, other=0.2)), on_gpu(rank_of(1, late=0.3, other=0.5))]),
+            "Rank 0 waits 30% of the time for rank 1, whose idle GPU time takes 2.5 times as long as the other's (",
+        ),
+        (
+            Profile([rank_of(communication=0.5)], traffic=Traffic("all_reduce", 8, 1234.0)),
+            "Communication is 50% of a step: 1,234 × all_reduce of 8 bytes.",
+        ),
         (Profile([rank_of(optimizer=0.6)]), "The optimizer takes 60% of a step, most of it in Cell In[2], line 4"),
         (
             Profile([rank_of(waiting=0.2, late=0.2), rank_of(1, waiting=0.2, late=0.2)]),
@@ -433,8 +453,8 @@ EVEN = rank_of()
         (Profile([rank_of(data=0.3)]), "Data loading is 30% of a step, most of it in Cell In[2], line 4: work()."),
         (Profile([rank_of(other=0.5)]), "Code outside of torch takes 50% of a step, most of it in Cell In[2], line 4"),
         (
-            Profile([RankProfile(0, 1.0, 10, {**EVEN.parts, "compute": 0.4, "other": 0.6}, has_gpu=True)]),
-            "The GPU is idle for 60% of a step.",
+            Profile([on_gpu(rank_of(other=0.6))]),
+            "The GPU is idle for 60% of a step, most of it in Cell In[2], line 4",
         ),
     ],
 )
