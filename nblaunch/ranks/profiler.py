@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import functools
 import json
 import linecache
@@ -281,14 +282,33 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+_has_started = False
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Kineto from writing about its start to stderr, by a variable that it reads once."""
+    """Keep Kineto from writing to stderr when it starts, once in a process, as in another thread than its own.
+
+    A variable that it reads then stops its messages. One line goes to the stream of C code all the same.
+    """
+    global _has_started
+    try:
+        stream = ctypes.c_void_p.in_dll(libc := ctypes.CDLL(None), "stderr")
+    except ValueError:  # another name, as on macOS
+        _has_started = True
+    if _has_started:
+        yield
+        return
+    _has_started = True
     has_level = "KINETO_LOG_LEVEL" in os.environ
+    libc.fopen.restype = ctypes.c_void_p
+    before, nowhere = stream.value, libc.fopen(os.devnull.encode(), b"w")
     if not has_level:
         os.putenv("KINETO_LOG_LEVEL", "99")
+    stream.value = nowhere or before
     try:
         yield
     finally:
+        stream.value = before  # the other is not closed: a thread may just write to it
         if not has_level:
             os.unsetenv("KINETO_LOG_LEVEL")

@@ -347,6 +347,7 @@ def test_the_option_profiles_the_first_steps(tmp_path: Path) -> None:
     assert profile.trace.parent == result.logs[0].out.parent
     check_shares(profile, result)  # without the second before the first step
     assert all(20 <= each.steps < 120 for each in profile.ranks)
+    assert [log.err.read_text() for log in result.logs] == ["", ""]  # torch's profiler would write there
 
 
 def test_code_without_an_optimizer_has_no_first_step() -> None:
