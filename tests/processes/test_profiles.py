@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -441,6 +442,21 @@ def test_ranks_that_are_lost_end_a_profile(tmp_path: Path) -> None:
     os.kill(parent_of(pid_of(tmp_path, 0)), signal.SIGKILL)  # their reaper
     with pytest.raises(RankLostError):
         launch.result()
+
+
+def test_a_profile_that_no_thread_can_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = begun(train, tmp_path)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "nblaunch-profile":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    why = "its recording could not be read: can't start new thread"
+    assert launch.profile(0.2).missing == {0: why, 1: why}
+    ended(launch, tmp_path)
 
 
 def test_a_launch_that_is_queued_is_not_waited_for(tmp_path: Path) -> None:
