@@ -212,7 +212,7 @@ def _by_rank(content: Mapping[Any, Any]) -> dict[int, Any]:
 
 def number_text(value: float) -> str:
     """Write a rate or time with about three digits, and never with an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 or value < 0.001 else f"{value:.3g}"
 
 
 def _cost(operation: Operation) -> str:

@@ -426,7 +426,7 @@ EVEN = rank_of()
             "Rank 0 waits 70% of the time for rank 1, whose data loading takes 60 ms of a step",
         ),
         (
-            Profile([rank_of(waiting=0.4, steps=2), rank_of(1, late=0.4, steps=2, data=0.4)]),
+            Profile([rank_of(waiting=0.4, steps=2, data=1e-7), rank_of(1, late=0.4, steps=2, data=0.4)]),
             "Rank 0 waits 40% of the time for rank 1, whose data loading takes 200 ms of a step, the other's 0 ms (",
         ),
         (
