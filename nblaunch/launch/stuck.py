@@ -14,7 +14,7 @@ from nblaunch.launch.group import Rank
 from nblaunch.launch.stacks import Frame, Place, StackFormatter, frames_of, waits_in_backward, waits_in_collective
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import Source
-from nblaunch.wire.tables import Begun, in_ranges, members_of
+from nblaunch.wire.tables import Begun, in_ranges, members_of, name_of_call
 
 Where = Literal["waits", "runs", "returned", "raised", "died"]
 """``waits``: the last call of the rank's main thread is in torch.distributed."""
@@ -26,8 +26,6 @@ _ENDED: dict[Where, str] = {"returned": "returned", "raised": "raised an excepti
 _NEVER = "this will never complete"
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
-_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
-"""torch's functions by the names of their operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,7 @@ def in_words(begun: Begun, place: str) -> str:
     """Return a call, such as ``all_reduce #57 (8 float32, Cell In[3], line 14)``. Transfers have no number."""
     number = "" if begun.is_transfer else f" #{begun.count}"
     about = ", ".join(filter(None, [begun.detail, place]))
-    return f"{_NAMES.get(begun.call, begun.call)}{number}{f' ({about})' * bool(about)}"
+    return f"{name_of_call(begun.call)}{number}{f' ({about})' * bool(about)}"
 
 
 def difference(
@@ -215,7 +213,7 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
         other = each.begun[0] if each.where == "waits" and each.begun and each.begun[0].group != begun.group else None
         if other is not None:
             place = place_of(other)
-            at = f"waits in {_NAMES.get(other.call, other.call)} of another group{f' ({place})' * bool(place)}"
+            at = f"waits in {name_of_call(other.call)} of another group{f' ({place})' * bool(place)}"
         else:
             at = f"is at {each.place}" if each.place else "does not respond: it may be in C code"
         said.append(f"rank {each.rank} has started {done} of {begun.count} collectives, and {at}")

@@ -209,7 +209,7 @@ def _profile(shell: Any, seconds: float) -> str:
     """Profile the ranks of all launches: where their time goes."""
     profile_seconds("--seconds", seconds)
     texts = []
-    for launch in [*live_launches(), *attached()]:
+    for launch in {each.id: each for each in [*live_launches(), *attached()]}.values():  # a run may have two handles
         try:
             texts.append(f"{launch!r}\n{launch.profile(seconds)!r}")
         except NblaunchError as error:  # it has ended meanwhile, or does not run yet

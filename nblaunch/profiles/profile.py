@@ -244,7 +244,9 @@ def sentence_of(profile: Profile) -> str:
         return f"Ranks wait {share:.0%} of the time for each other: no single rank is to blame."
     means = {part: statistics.mean(each.share(part) for each in ranks) for part in PARTS}
     if means["communication"] >= _MIN_COMMUNICATION:
-        return f"Communication is {means['communication']:.0%} of {_step(ranks)}{_traffic(profile.traffic, ranks)}."
+        said = f"Communication is {means['communication']:.0%} of {_step(ranks)}{_traffic(profile.traffic, ranks)}"
+        unknown = f", including waits for {_named(list(profile.missing))}, not recorded" if profile.missing else ""
+        return f"{said}{unknown}."
     if means["data"] >= _MIN_DATA:
         return f"Data loading is {means['data']:.0%} of {_step(ranks)}{_at(ranks, 'data')}."
     if means["other"] >= _MIN_OTHER:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from nblaunch.profiles.profile import Part, Place
 from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
+from nblaunch.wire.tables import name_of_call
 
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _DATA = "enumerate(DataLoader)"
@@ -27,6 +28,8 @@ _PARAMETERS = "record_param_comms"
 _COLLECTIVE_OPS = (_PARAMETERS, "c10d::", "_c10d_functional::", "c10d_functional::")
 _IN_FLIGHT = ("gloo:", "mpi:", "ucc:")
 """Annotations of collectives on CPUs, from their begin in this rank to their end."""
+_GLOO = {"reduce_scatter": "all_reduce"}
+"""What gloo's annotation has in place of the operation."""
 _NCCL = ("ncclDevKernel", "ncclKernel")
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _MIN_STEPS = 3
@@ -190,7 +193,7 @@ def timeline(rank: int, about: Mapping[str, Any], trace: Mapping[str, Any], orig
     parts["data"], parts["other"] = union([*parts["data"], *data]), minus(parts["other"], data)
     before = samples.within([gap for gap in parts["other"] if gap[0] == recorded[0]], "communication")
     parts["communication"], parts["other"] = union([*parts["communication"], *before]), minus(parts["other"], before)
-    if before:
+    if before and about["before"][3]:
         collectives.insert(0, _counted(about["before"], before[0][0], before[-1][1], before[-1][1] >= recorded[1]))
     seen = {part: Counter(it for span in spans for it in samples.places(*span)) for part, spans in parts.items()}
     places = {part: counted.most_common(1)[0][0] for part, counted in seen.items() if counted}
@@ -245,15 +248,15 @@ def _collectives(about: Mapping[str, Any], events: _Events, origin: float) -> li
     """Return the collectives with their numbers: those of NCCL's kernels, else those that the rank has counted.
 
     On CPUs the trace has no numbers. There a collective is the first of its kind that was counted before it began, and
-    is not taken yet. The last one may be in flight at the end.
+    is not taken yet. One that has not ended is in the trace until the end.
     """
     counted: dict[str, list[list[Any]]] = {}
     for each in about["collectives"]:
-        counted.setdefault(each[4], []).append(each)
-    found = []
+        counted.setdefault(_GLOO.get(each[4], name_of_call(each[4])), []).append(each)
+    found, recorded = [], about["end"] / 1e3 - origin
     for (begin, end), call, args in sorted(events.in_flight, key=lambda each: each[0]):
-        own = Collective(None, begin, end, call, 0, None)
-        waiting = counted.get(call.replace("_", ""), [])
+        own = Collective(None, begin, end, name_of_call(call), 0, None)
+        waiting = counted.get(call, [])
         if "Src Rank" in args or "Dst Rank" in args or call in ("send", "recv"):
             pass  # a transfer between two ranks has numbers of its own
         elif "Seq" in args:
@@ -261,11 +264,12 @@ def _collectives(about: Mapping[str, Any], events: _Events, origin: float) -> li
             size = int(args.get("In msg nelems", 0)) * _bytes_of(str(args.get("dtype")))
             own = own._replace(key=key, size=size)
         elif waiting and waiting[0][0] / 1e3 - origin <= begin:
-            own = _counted(waiting.pop(0), begin, end)._replace(call=call)
+            own = _counted(waiting.pop(0), begin, end, is_open=end >= recorded)
         found.append(own)
     last = about["collectives"][-1:]
-    if last and counted[last[0][4]][-1:] == last and not events.kernels:  # a barrier on GPUs has no annotation either
-        found.append(_counted(last[0], last[0][0] / 1e3 - origin, about["end"] / 1e3 - origin, is_open=True))
+    is_waiting = any(waiting[-1:] == last for waiting in counted.values())
+    if last and is_waiting and not events.kernels:  # a barrier on GPUs has no annotation either
+        found.append(_counted(last[0], last[0][0] / 1e3 - origin, recorded, is_open=True))
     return found
 
 
@@ -274,7 +278,8 @@ def _counted(counted: Sequence[Any], begin: float, end: float, is_open: bool = F
     _, group, members, number, call, detail, file, line = counted
     elements, _, dtype = detail.partition(" ")
     size, place = int(elements or 0) * _bytes_of(dtype), Place(file, line) if line else None
-    return Collective((group, members, number) if number else None, begin, end, call, size, place, is_open)
+    key = (group, members, number) if number else None
+    return Collective(key, begin, end, name_of_call(call), size, place, is_open)
 
 
 def _bytes_of(dtype: str) -> int:

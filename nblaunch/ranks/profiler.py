@@ -135,9 +135,9 @@ class Profiler:
             self._send(Profiled(self._rank, asked.task, asked.number, has_begun=True))
             try:
                 recording = self._trace(config, _PROBE_S, path)  # tells how much a second takes
-                seconds = min(asked.seconds, _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path))
-                if seconds > _PROBE_S and not self._ends.is_set():
-                    recording = self._trace(config, seconds, path)
+                fitting = _MAX_TRACE_BYTES * _PROBE_S / os.path.getsize(path)
+                if asked.seconds > _PROBE_S and not self._ends.is_set():  # at the same time as the other ranks
+                    recording = self._trace(config, min(asked.seconds, max(_PROBE_S, fitting)), path)
                 trace = opened.enter_context(open(path, "rb"))
             finally:
                 with contextlib.suppress(FileNotFoundError):
@@ -198,6 +198,8 @@ class _Recording:
         place, doing = -1, "" if frame is None else _activity(frame.f_code.co_filename, frame.f_lineno or 0)
         while frame is not None:
             file = frame.f_code.co_filename
+            if place < 0 and file.startswith("<frozen importlib"):
+                doing = "python"  # also if the module is of torch.distributed
             if place < 0 and _is_users(file):
                 place = self._places.setdefault((file, frame.f_lineno or 0), len(self._places))
             if _is_data_loading(file):

@@ -34,6 +34,12 @@ _MAX_MEMBERS = 96
 UNKNOWN = "?"
 POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "SPLIT", "NEW_WINDOW"}
 """Operations that not every rank of a group calls, as torch names them."""
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
+
+
+def name_of_call(operation: str) -> str:
+    """Return the name of torch's function, such as ``all_reduce``, by that of its operation."""
+    return _NAMES.get(operation, operation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from nblaunch.errors import ArgumentError, LaunchStoppedError, NblaunchError, Ra
 from nblaunch.launch import run_folders
 from nblaunch.notebook.run_table import record_of
 from nblaunch.profiles.profile import Part, Profile
+from nblaunch.ranks import profiler
 from tests.conftest import LONG, eventually, parent_of
 from tests.processes.test_stacks import begin, lock_twice_with_the_gil, pid_of, ready
 from tests.processes.test_stuck import _without_hook  # noqa: F401  # a fixture that pytest finds by name
@@ -156,6 +157,15 @@ def fail_once(rank: int, folder: Path) -> int:
     eventually((folder / ("enough" if attempt else "fail")).exists)
     assert attempt, "the first attempt fails"
     return rank
+
+
+def record_little(rank: int, folder: Path) -> None:
+    """Compute in a rank whose trace may have no more than a byte, and in others."""
+    if rank == 0:
+        profiler._MAX_TRACE_BYTES = 1
+    ready(folder, rank)
+    while not (folder / "enough").exists():
+        Compute.apply(torch.zeros(1), NAP_S / 4)
 
 
 def profile_itself(rank: int, folder: Path) -> None:
@@ -321,6 +331,13 @@ def test_a_known_load_gives_a_known_answer(load: dict[str, Any], sentence: str, 
         longer = load["late"][1]
         assert waits == pytest.approx(1 - 1 / longer, abs=NEAR), profile
         assert profile.ranks[1].share("waiting") < NEAR
+
+
+def test_a_trace_that_is_too_large_is_of_the_same_time_as_the_others(tmp_path: Path) -> None:
+    launch = begun(record_little, tmp_path)
+    profile = launch.profile(1.0)
+    assert all(0.1 < each.seconds < 0.5 for each in profile.ranks), profile
+    ended(launch, tmp_path)
 
 
 @pytest.mark.usefixtures("_without_hook")

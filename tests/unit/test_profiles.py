@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import itertools
 import json
 import os
 import random
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from nblaunch.notebook.record import as_text, profile_html
 from nblaunch.profiles import spans, summarise
 from nblaunch.profiles.profile import PARTS, Operation, Part, Place, Profile, RankProfile, Traffic
 from nblaunch.profiles.timeline import timeline
+from nblaunch.ranks import profiler
 
 BASE_NS = 1_790_000_000_000_000_000
 """What the times of a trace are relative to."""
@@ -58,14 +61,14 @@ class Rank:
     def step(self, end: float, length: float = 1.0) -> None:
         self.note("Optimizer.step#SGD.step", end - length, end)
 
-    def count(self, at: float, number: int, detail: str = "262144 float32") -> None:
+    def count(self, at: float, number: int, detail: str = "262144 float32", call: str = "allreduce") -> None:
         """Begin a collective of all ranks."""
         at_ns = BASE_NS + int(1000 * (BEGIN_US + 1000 * at))
-        self.collectives.append([at_ns, "0", "", number, "allreduce", detail, "/cell.py", 7])
+        self.collectives.append([at_ns, "0", "", number, call, detail, "/cell.py", 7])
 
-    def all_reduce(self, begin: float, end: float, number: int) -> None:
-        """Of gloo, which the rank has counted just before."""
-        self.count(begin - 0.005, number)
+    def all_reduce(self, begin: float, end: float, number: int, call: str = "allreduce") -> None:
+        """Of gloo, which the rank has counted just before, perhaps as a call that gloo names otherwise."""
+        self.count(begin - 0.005, number, call=call)
         self.note("gloo:all_reduce", begin, end, GLOO)
 
     def kernel(self, name: str, begin: float, end: float, launched: float = 0.0) -> None:
@@ -219,6 +222,36 @@ def test_only_the_ten_dearest_operations_are_kept() -> None:
     assert len(compared(rank).operations) == 10
 
 
+def test_a_collective_that_a_rank_does_not_join_is_a_wait_for_it() -> None:
+    """Its annotation is in the trace until the end of the recording."""
+    first, other = Rank(), Rank(1)
+    first.all_reduce(40, 100.5, 1)
+    found = compared(first, other).ranks
+    assert shares(found[0])["waiting"] == pytest.approx(60)
+    assert found[1].late == pytest.approx(0.06)
+
+
+def test_a_call_that_gloo_names_otherwise_is_compared() -> None:
+    ranks = [Rank(), Rank(1)]
+    for rank, begin in zip(ranks, (20, 60), strict=True):
+        rank.all_reduce(begin, 80, 1, call="reduce_scatter")
+    profile = compared(*ranks)
+    assert shares(profile.ranks[0])["waiting"] == pytest.approx(40)
+    assert profile.traffic is not None
+    assert profile.traffic.call == "reduce_scatter"
+
+
+def test_an_import_is_no_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_torch_distributed.py").write_text("import sys\nseen = sys.look(sys._getframe())\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(profiler, "_activity", lambda file, line: "communication")
+    monkeypatch.setattr(profiler, "_is_users", lambda file: file == __file__)
+    look = profiler._Recording()._look
+    monkeypatch.setattr(sys, "look", look, raising=False)
+    assert importlib.import_module("of_torch_distributed").seen == (0, "python")
+    assert look(sys._getframe()) == (1, "communication")
+
+
 # ------------------------------------------------------------------ GPUs
 def gpu_rank(rank: int = 0, joins: float = 60.0) -> Rank:
     """100 ms: 40 of kernels, NCCL from `joins` to 80 (10 beside a kernel), a step of 10, and an idle GPU."""
@@ -261,7 +294,7 @@ def test_kernels_of_nccl_wait_for_the_last_rank() -> None:
     assert [first.share("waiting"), first.share("communication")] == pytest.approx([0.25, 0.05])
     assert [second.share("waiting"), second.share("communication")] == pytest.approx([0, 0.05])
     assert second.late == pytest.approx(0.025)
-    assert profile.traffic == Traffic("allreduce", 1 << 20, 10.0)
+    assert profile.traffic == Traffic("all_reduce", 1 << 20, 10.0)
 
 
 # ------------------------------------------------------------------ ranks together
@@ -445,6 +478,10 @@ EVEN = rank_of()
         (
             Profile([rank_of(communication=0.52)], traffic=Traffic("all_reduce", 400_000, 12.0)),
             "Communication is 52% of a step: 12 × all_reduce of 400 KB.",
+        ),
+        (
+            Profile([rank_of(communication=0.5)], missing={0: "it has ended"}),
+            "Communication is 50% of a step, including waits for rank 0, not recorded.",
         ),
         (
             Profile([rank_of(communication=0.9, steps=0)], traffic=Traffic("all_reduce", 1 << 26, 5.0)),
