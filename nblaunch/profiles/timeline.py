@@ -254,8 +254,9 @@ def _collectives(about: Mapping[str, Any], events: _Events, origin: float) -> li
     for each in about["collectives"]:
         counted.setdefault(_GLOO.get(each[4], name_of_call(each[4])), []).append(each)
     found, recorded = [], about["end"] / 1e3 - origin
-    for (begin, end), call, args in sorted(events.in_flight, key=lambda each: each[0]):
-        own = Collective(None, begin, end, name_of_call(call), 0, None)
+    for (begin, end), operation, args in sorted(events.in_flight, key=lambda each: each[0]):
+        call = name_of_call(operation)
+        own = Collective(None, begin, end, call, 0, None)
         waiting = counted.get(call, [])
         if "Src Rank" in args or "Dst Rank" in args or call in ("send", "recv"):
             pass  # a transfer between two ranks has numbers of its own
