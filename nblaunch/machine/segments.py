@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,6 +31,9 @@ _SEGMENT_SHARE = 16
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
+_SEAL_TIMEOUT_S = 30.0
+"""For Linux to be done with the pages of a file that is to be sealed, which no one has mapped for writing."""
+_SEAL_RETRY_INTERVAL_S = 0.01
 _RESERVE_BYTES = 256 << 20
 """Memory to leave free for other processes."""
 
@@ -67,8 +71,15 @@ class Draft:
         """Return a descriptor that nothing can be written through. Root could still reopen a file on disk."""
         if self._reader is None:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            return self.fd
+            deadline = time.monotonic() + _SEAL_TIMEOUT_S
+            while True:
+                try:
+                    fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+                    return self.fd
+                except OSError as error:  # EBUSY: Linux moves pages of the file, and has waited for less than a second
+                    if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                        raise
+                    time.sleep(_SEAL_RETRY_INTERVAL_S)
         os.close(self.fd)
         return self._reader
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -722,3 +723,21 @@ def test_a_result_in_files_is_the_same_each_time_whatever_its_readers_change(tmp
         assert torch.equal(found["large"], torch.ones(100_000))
         for each in found.values():
             each.add_(1)
+
+
+def test_a_file_whose_pages_are_moved_just_now_is_sealed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refusals = fcntl.fcntl, [errno.EBUSY, errno.EBUSY]
+
+    def busy(fd: int, command: int, *arguments: int) -> int:
+        if command == fcntl.F_ADD_SEALS and refusals:
+            raise OSError(refusals.pop(), "Device or resource busy")
+        return real(fd, command, *arguments)
+
+    monkeypatch.setattr(fcntl, "fcntl", busy)
+    fd = segments.sealed([(b"abc", 0)])
+    assert segments.is_sealed(fd)
+    os.close(fd)
+    assert not refusals
+    refusals.append(errno.EPERM)
+    with pytest.raises(PermissionError):
+        segments.sealed([(b"abc", 0)])
