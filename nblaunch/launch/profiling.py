@@ -192,7 +192,7 @@ class Profiling:
             _close(current)
         except Exception as error:  # noqa: BLE001  # the profile says so
             with contextlib.suppress(OSError):
-                trace.unlink(missing_ok=True)
+                trace.unlink()
             self._refuse(current, error)
         self._commands.set()
 

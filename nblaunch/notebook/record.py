@@ -36,7 +36,7 @@ from nblaunch.notebook.charts import (
 )
 from nblaunch.notebook.page_messages import OutputContent
 from nblaunch.notebook.panel_state import PanelState
-from nblaunch.profiles.profile import PARTS, Part, Profile, number_text
+from nblaunch.profiles.profile import IDLE_GPU, PARTS, Part, Profile, number_text
 
 FAILED_COLOUR = "#d64a3f"
 MONO = "font-size:12px;line-height:1.5;word-break:normal"
@@ -363,7 +363,7 @@ def _shares(profile: Profile) -> str:
 
 
 def _part_name(part: Part, is_gpu: bool) -> str:
-    return "idle GPU" if part == "other" and is_gpu else part
+    return IDLE_GPU if part == "other" and is_gpu else part
 
 
 def _operations(profile: Profile) -> str:

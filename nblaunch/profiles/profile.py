@@ -22,6 +22,8 @@ _WORDS: dict[Part, str] = {
     "optimizer": "optimizer",
     "other": "code outside of torch",
 }
+IDLE_GPU = "idle GPU"
+"""What ``other`` is called on a GPU."""
 _MIN_WAITING = 0.1
 _MIN_COMMUNICATION = _MIN_DATA = 0.25
 _MIN_OTHER = 0.4
@@ -280,7 +282,7 @@ def _why_late(latest: RankProfile, others: Sequence[RankProfile]) -> str:
         per, ms = ("a step", 1000 * latest.seconds / latest.steps) if latest.steps else ("each second", 1000.0)
         takes = f"takes {number_text(own * ms)} ms of {per}, {whose} {number_text(usual * ms)} ms"
     place = latest.places.get(part)
-    what = "idle GPU time" if part == "other" and latest.has_gpu else _WORDS[part]
+    what = f"{IDLE_GPU} time" if part == "other" and latest.has_gpu else _WORDS[part]
     return f", whose {what} {takes}{f' ({place})' if place else ''}"
 
 

@@ -59,7 +59,7 @@ def summarise(recordings: Recordings, trace: Path) -> Profile:
     except OSError:
         path = None
         with contextlib.suppress(OSError):
-            trace.unlink(missing_ok=True)
+            trace.unlink()
     for _ in texts:  # the rest, without a trace
         pass
     if len(timelines) < len(recordings):

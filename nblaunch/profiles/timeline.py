@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nblaunch.profiles.profile import Part, Place
+from nblaunch.profiles.profile import IDLE_GPU, Part, Place
 from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
 from nblaunch.wire.tables import name_of_call
 
@@ -36,7 +36,7 @@ _MIN_STEPS = 3
 """Steps whose ends bound the time that is looked at: of fewer, all that was recorded."""
 _BYTES_OF_C = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "short": 2}
 """Of one element, by a name of C that NCCL uses; others have the bits in their names."""
-OUTSIDE, IDLE = "outside of torch", "idle GPU"
+OUTSIDE = "outside of torch"
 
 
 class Collective(NamedTuple):
@@ -205,7 +205,7 @@ def timeline(rank: int, about: Mapping[str, Any], trace: Mapping[str, Any], orig
         if exposed:
             costs[each.call].add(total(exposed), each.place, calls=1)
     if parts["other"]:
-        name = IDLE if has_gpu else OUTSIDE
+        name = IDLE_GPU if has_gpu else OUTSIDE
         costs[name].add(total(parts["other"]))
         costs[name].places.update(seen["other"])
     return Timeline(rank, about["host"], window, steps, has_gpu, parts, collectives, costs, places)

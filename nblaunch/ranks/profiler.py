@@ -294,16 +294,13 @@ def _quiet() -> Iterator[None]:
     A variable that it reads then stops its messages. One line goes to the stream of C code all the same.
     """
     global _has_started
-    try:
-        stream = ctypes.c_void_p.in_dll(libc := ctypes.CDLL(None), "stderr")
-    except ValueError:  # another name, as on macOS
-        _has_started = True
-    if _has_started:
+    if _has_started or sys.platform != "linux":  # macOS has another name for the stream
         yield
         return
     _has_started = True
-    has_level = "KINETO_LOG_LEVEL" in os.environ
+    has_level, libc = "KINETO_LOG_LEVEL" in os.environ, ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p.in_dll(libc, "stderr")
     before, nowhere = stream.value, libc.fopen(os.devnull.encode(), b"w")
     if not has_level:
         os.putenv("KINETO_LOG_LEVEL", "99")
