@@ -52,10 +52,7 @@ def summarise(recordings: Recordings, trace: Path) -> Profile:
     path: Path | None = trace
     try:
         with gzip.open(trace, "wt", compresslevel=3) as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-            for number, text in enumerate(texts):
-                file.write(", " * bool(number) + text)
-            file.write("]}")
+            file.writelines(texts)
     except OSError:
         path = None
         with contextlib.suppress(OSError):
@@ -68,10 +65,11 @@ def summarise(recordings: Recordings, trace: Path) -> Profile:
 
 
 def _texts(recordings: Recordings, timelines: list[Timeline]) -> Iterator[str]:
-    """Add the timeline of each rank, and yield the text of its events in the merged trace."""
+    """Add the timeline of each rank, and yield the parts of the merged trace."""
     abouts = [_read(fds[0]) for _, fds in recordings]
     windows = common_windows(abouts)
     origin = abouts[0]["begin"] / 1e3
+    yield f'{{"displayTimeUnit": "ms", "baseTimeNanoseconds": {abouts[0]["begin"]}, "traceEvents": ['
     for (rank, fds), about in zip(recordings, abouts, strict=True):
         recorded = _read(fds[1])
         about |= windows[about["host"]]
@@ -79,8 +77,9 @@ def _texts(recordings: Recordings, timelines: list[Timeline]) -> Iterator[str]:
         if timelines and own.host != timelines[0].host:  # their clocks differ
             own_origin = origin + _lag(own, timelines[0])
             own = timeline(rank, about, recorded, own_origin)
+        yield ", " * bool(timelines) + _events_text(rank, recorded, shift_of(recorded, own_origin))
         timelines.append(own)
-        yield _events_text(rank, recorded, shift_of(recorded, own_origin))
+    yield "]}"
 
 
 def common_windows(abouts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:

@@ -275,13 +275,15 @@ def test_long_lines_wrap_below_a_short_headline_and_the_notes(lab: Lab) -> None:
 
 @pytest.mark.parametrize("size", [(1200, 1300)])
 def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab) -> None:
+    go = lab.folder / "eight.go"
     with lab.theme(DARK):
-        lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 200}, num_processes=8)")
+        lab.run(f"{TRAINS}notebook_launcher(train, kwargs={{'steps': 200, 'go': {str(go)!r}}}, num_processes=8)")
         lab.log_says("step 60")
         _progress_and_metrics_are_shown(lab)
         keep_picture(lab.page, "panel-running-dark.png")
     _progress_and_metrics_are_shown(lab)
     keep_picture(lab.page, "panel-running-light.png")
+    go.touch()
     lab.wait_for_state("finished")
     keep_picture(lab.page, "panel-finished-light.png")
     with lab.theme(DARK):

@@ -11,10 +11,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, NblaunchError, RankDiedError, RankLostError
 from nblaunch.launch import run_folders
 from nblaunch.notebook.run_table import record_of
-from nblaunch.profiles.profile import Part, Profile
+from nblaunch.profiles.profile import PARTS, Profile
+from nblaunch.profiles.spans import minus, total, within
 from nblaunch.ranks import profiler
 from tests.conftest import LONG, eventually, parent_of
 from tests.processes.test_stacks import begin, lock_twice_with_the_gil, pid_of, ready
@@ -73,8 +73,8 @@ def train(
     late: tuple[str, float] = ("", 1.0),
     numbers: int = 1,
     steps: int = 1_000_000,
-) -> dict[str, float]:
-    """Take steps of known parts until the file "enough" is there. Return the share of each part, as it was.
+) -> list[tuple[str, int, int]]:
+    """Take steps of known parts until the file "enough" is there. Return when each part began and ended, in ns.
 
     `late`: a part that takes rank 1 longer, and how many times as long.
     """
@@ -82,14 +82,14 @@ def train(
     if rank == 1 and late[0]:
         naps[late[0]] *= late[1]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
-    total, spent = torch.zeros(numbers), defaultdict[str, float](float)
+    summed, spans = torch.zeros(numbers), list[tuple[str, int, int]]()
     samples = iter(DataLoader(Samples(naps["data"])))
 
     @contextmanager
     def timed(part: str) -> Iterator[None]:
-        begun = time.perf_counter()
+        begun = time.time_ns()
         yield
-        spent[part] += time.perf_counter() - begun
+        spans.append((part, begun, time.time_ns()))
 
     for step in range(steps):
         if naps["data"]:
@@ -97,23 +97,21 @@ def train(
                 next(samples)
         if naps["compute"]:
             with timed("compute"):
-                Compute.apply(total[:1], naps["compute"])
-        with timed("other"):
-            time.sleep(naps["other"])
-        total[0] = (folder / "enough").exists()
+                Compute.apply(summed[:1], naps["compute"])
+        time.sleep(naps["other"])
+        summed[0] = (folder / "enough").exists()
         with timed("communication"):
-            dist.all_reduce(total)
-        optimizer.step()
+            dist.all_reduce(summed)
+        with timed("optimizer"):
+            optimizer.step()
         if step == 2:  # all ranks have started
-            spent.clear()
             ready(folder, rank)
-        if total[0]:
+        if summed[0]:
             break
-    whole = sum(spent.values())
-    return {part: seconds / whole for part, seconds in spent.items()}
+    return spans
 
 
-def train_late(rank: int, folder: Path) -> dict[str, float]:
+def train_late(rank: int, folder: Path) -> list[tuple[str, int, int]]:
     time.sleep(1.0)  # as long as its data are read, and its model is built
     return train(rank, folder, computes=NAP_S / 2, steps=120)
 
@@ -197,10 +195,12 @@ def start_workers_often(rank: int, folder: Path) -> None:
 
 def begin_to_profile_itself(rank: int, folder: Path, profiler: str) -> list[str]:
     """Profile itself once the kernel has begun to. Return some of what it finds."""
-    ready(folder, rank)
     backend: Any = sys.modules["torch.autograd.profiler"]
-    eventually(lambda: backend._is_profiler_enabled)
     module: Any = torch.profiler if profiler == "torch.profiler" else backend
+    with module.profile():  # what it imports may take longer than the kernel's recording
+        pass
+    ready(folder, rank)
+    eventually(lambda: backend._is_profiler_enabled)
     with module.profile() as own:
         for _ in range(1000):
             Compute.apply(torch.zeros(1), 0.0)
@@ -285,14 +285,35 @@ def profiled(folder: Path, ranks: int = 2, seconds: float = 1.0, **load: Any) ->
     return profile, ended(launch, folder)
 
 
-def check_shares(profile: Profile, result: LaunchResult) -> None:
-    """Assert that each rank's shares are near those that it has measured for itself."""
-    parts: tuple[Part, ...] = ("compute", "data", "other")
-    for each, own in zip(profile.ranks, result, strict=True):
-        for part in parts:
-            assert each.share(part) == pytest.approx(own.get(part, 0.0), abs=NEAR), (each.rank, part)
-        collectives = each.share("communication") + each.share("waiting")
-        assert collectives == pytest.approx(own["communication"], abs=NEAR), each.rank
+def check_shares(profile: Profile, result: LaunchResult) -> list[dict[str, float]]:
+    """Assert that each rank's shares are near those of what it did in the recorded steps, which are returned.
+
+    The ranks of `train` have measured that themselves: on a busy machine nothing takes as long as its code says.
+    """
+    assert profile.trace is not None
+    trace = json.loads(gzip.decompress(profile.trace.read_bytes()))
+    begins = [[begin for part, begin, _ in spans if part == "communication"] for spans in result]
+    joined = [max(each) for each in zip(*begins, strict=True)]
+    found = []
+    for each, spans, own_begins in zip(profile.ranks, result, begins, strict=True):
+        last = dict(zip(own_begins, joined, strict=True))
+        ends = sorted(
+            trace["baseTimeNanoseconds"] + 1000 * (event["ts"] + event["dur"])
+            for event in trace["traceEvents"]
+            if event["pid"] // 1000 == each.rank and event["name"].startswith("Optimizer.step#")
+        )
+        window = next(
+            pair for pair in combinations(ends, 2) if pair[1] - pair[0] == pytest.approx(each.seconds * 1e9, abs=2000)
+        )
+        own = dict.fromkeys(PARTS, 0.0)
+        for part, start, end in spans:
+            waits = [(start, min(end, last[start]))] if part == "communication" else []
+            own["waiting"] += total(within(waits, *window)) / (window[1] - window[0])
+            own[part] += total(minus(within([(start, end)], *window), waits)) / (window[1] - window[0])
+        own["other"] = 1 - sum(own.values())
+        assert {part: each.share(part) for part in PARTS} == pytest.approx(own, abs=NEAR), each.rank
+        found.append(own)
+    return found
 
 
 # ------------------------------------------------------------------ known loads
@@ -301,16 +322,16 @@ def check_shares(profile: Profile, result: LaunchResult) -> None:
     [
         (
             {"loads": NAP_S, "late": ("data", 3.0)},
-            r"Rank 0 waits \d+% of the time for rank 1, whose data loading takes [23]\.\d times as long as the "
+            r"Rank 0 waits \d+% of the time for rank 1, whose data loading takes (\d\.\d) times as long as the "
             r"other's \(.*time\.sleep\(self\.nap\)\)\.",
         ),
         (
             {"computes": NAP_S, "late": ("compute", 2.0)},
-            r"Rank 0 waits \d+% of the time for rank 1, whose computation takes (1\.[6-9]|2\.\d) times as long",
+            r"Rank 0 waits \d+% of the time for rank 1, whose computation takes (\d\.\d) times as long",
         ),
         (
             {"thinks": NAP_S, "late": ("other", 2.0)},
-            r"Rank 0 waits \d+% of the time for rank 1, whose code outside of torch takes (1\.[6-9]|2\.\d) times as "
+            r"Rank 0 waits \d+% of the time for rank 1, whose code outside of torch takes (\d\.\d) times as "
             r'long .*time\.sleep\(naps\["other"\]\)',
         ),
         (
@@ -323,14 +344,13 @@ def check_shares(profile: Profile, result: LaunchResult) -> None:
 )
 def test_a_known_load_gives_a_known_answer(load: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     profile, result = profiled(tmp_path, **load)
-    assert re.match(sentence, profile.sentence), profile
-    check_shares(profile, result)
+    said = re.match(sentence, profile.sentence)
+    assert said, profile
+    own = check_shares(profile, result)
     assert all(each.steps >= 3 for each in profile.ranks)
     if "late" in load:
-        waits = profile.ranks[0].share("waiting")
-        longer = load["late"][1]
-        assert waits == pytest.approx(1 - 1 / longer, abs=NEAR), profile
-        assert profile.ranks[1].share("waiting") < NEAR
+        part = load["late"][0]
+        assert float(said[1]) == pytest.approx(own[1][part] / own[0][part], rel=0.2), own
 
 
 def test_a_trace_that_is_too_large_is_of_the_same_time_as_the_others(tmp_path: Path) -> None:
@@ -342,8 +362,8 @@ def test_a_trace_that_is_too_large_is_of_the_same_time_as_the_others(tmp_path: P
 
 @pytest.mark.usefixtures("_without_hook")
 def test_a_torch_without_hooks_numbers_its_collectives(tmp_path: Path) -> None:
-    profile, _ = profiled(tmp_path, computes=NAP_S, late=("compute", 2.0))
-    assert profile.ranks[0].share("waiting") == pytest.approx(0.5, abs=NEAR), profile
+    own = check_shares(*profiled(tmp_path, computes=NAP_S, late=("compute", 2.0)))
+    assert own[0]["waiting"] > 0.3, own
 
 
 def test_eight_ranks_are_compared(tmp_path: Path) -> None:
@@ -443,7 +463,7 @@ def test_a_rank_that_begins_to_profile_itself_comes_first(profiler: str, tmp_pat
     launch = begun(begin_to_profile_itself, tmp_path, ranks=1, profiler=profiler)
     profile = launch.profile(10.0)
     assert profile.missing == {}
-    assert profile.ranks[0].seconds < 5.0
+    assert profile.ranks[0].seconds < 9.0
     assert "Compute" in ended(launch, tmp_path)[0]
 
 

@@ -1,11 +1,8 @@
-"""What the panel does within seconds, in a real JupyterLab in Chromium."""
+"""A page that is reloaded, and one with a long log, in a real JupyterLab in Chromium."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from playwright.sync_api import WebSocket
 
 from tests.browser.cells import TRAINS
 from tests.browser.conftest import LAB, NO_SUBSHELLS, Lab, keep_picture
@@ -18,17 +15,9 @@ def test_a_reload_restores_the_panel_of_a_blocking_cell(fresh_lab: Lab) -> None:
     waits = "try:\n    notebook_launcher(train, num_processes=2)\nexcept LaunchStoppedError:\n    order = ['stopped']"
     lab.run(trains + waits, *(f"order.append({number})" for number in range(3)), "order")
     lab.log_says("step 40")
-    connected: list[float] = []
-
-    def connects(socket: WebSocket) -> None:
-        if "/channels" in socket.url:  # of a kernel
-            connected.append(time.monotonic())
-
-    lab.page.on("websocket", connects)
     lab.save_and_reload()
     lab.panel.wait_for()
-    assert time.monotonic() - connected[-1] < BACK_WITHIN
-    lab.wait_for_state("running", 10)
+    lab.wait_for_state("running")
     cards = lab.panel.locator(".nbl-card .nbl-metric-name")
     cards.first.wait_for()
     assert cards.all_inner_texts() == ["loss", "accuracy"]
@@ -37,16 +26,12 @@ def test_a_reload_restores_the_panel_of_a_blocking_cell(fresh_lab: Lab) -> None:
         lab.find("begun")
     keep_picture(lab.page, "panel-reloaded.png")
     lab.button("Stop").click()
-    lab.wait_for_state("stopped", 10)
+    lab.wait_for_state("stopped")
     lab.run_cell(5)
     lab.page.locator(".jp-OutputArea-executeResult", has_text="['stopped', 0, 1, 2]").wait_for()
 
 
-BACK_WITHIN = 4.0
-"""Seconds from the page's connection to the kernel; it takes under one. ipywidgets gives up a request after 4."""
-
-
-def test_two_hundred_thousand_lines_leave_the_page_quick(lab: Lab) -> None:
+def test_of_two_hundred_thousand_lines_only_those_in_sight_are_in_the_page(lab: Lab) -> None:
     prints = """
 def prints(rank):
     for number in range(100_000):
@@ -56,24 +41,18 @@ result = notebook_launcher(prints, num_processes=2)
     lab.run(prints)
     lab.wait_for_state("finished")
     lab.log_says("line 099999 of rank")  # of the rank that printed last
-    slowest = lab.page.evaluate(_SCROLLED)
+    lab.page.evaluate(_SCROLLED)
     assert lab.page.locator(".nbl-line").count() < 500  # only what is seen is in the page
     lab.panel.get_by_role("tab", name="rank 1").click()
     lab.find("line 099234 of rank 1")
-    assert slowest < 3000, f"the slowest frame while scrolling took {slowest:.0f} ms"  # a frozen page takes longer
     lab.server.end_kernels()  # the numbers of the next file's cells begin at 1
 
 
 _SCROLLED = """async () => {
     const log = document.querySelector(".nbl-log")
-    let slowest = 0, last = performance.now()
     for (let step = 0; step < 60; step++) {
         log.scrollTop = log.scrollHeight * Math.abs(Math.sin(step / 7))
         await new Promise(requestAnimationFrame)
-        const now = performance.now()
-        slowest = Math.max(slowest, now - last)
-        last = now
     }
     log.scrollTop = log.scrollHeight
-    return slowest
 }"""
