@@ -27,7 +27,7 @@ from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, NblaunchError, RankDiedError, RankLostError
 from nblaunch.launch import run_folders
 from nblaunch.notebook.run_table import record_of
-from nblaunch.profiles.profile import PARTS, Profile
+from nblaunch.profiles.profile import PARTS, Part, Profile
 from nblaunch.profiles.spans import minus, total, within
 from nblaunch.ranks import profiler
 from tests.conftest import LONG, eventually, parent_of
@@ -73,7 +73,7 @@ def train(
     late: tuple[str, float] = ("", 1.0),
     numbers: int = 1,
     steps: int = 1_000_000,
-) -> list[tuple[str, int, int]]:
+) -> list[tuple[Part, int, int]]:
     """Take steps of known parts until the file "enough" is there. Return when each part began and ended, in ns.
 
     `late`: a part that takes rank 1 longer, and how many times as long.
@@ -82,11 +82,11 @@ def train(
     if rank == 1 and late[0]:
         naps[late[0]] *= late[1]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
-    summed, spans = torch.zeros(numbers), list[tuple[str, int, int]]()
+    summed, spans = torch.zeros(numbers), list[tuple[Part, int, int]]()
     samples = iter(DataLoader(Samples(naps["data"])))
 
     @contextmanager
-    def timed(part: str) -> Iterator[None]:
+    def timed(part: Part) -> Iterator[None]:
         begun = time.time_ns()
         yield
         spans.append((part, begun, time.time_ns()))
@@ -111,7 +111,7 @@ def train(
     return spans
 
 
-def train_late(rank: int, folder: Path) -> list[tuple[str, int, int]]:
+def train_late(rank: int, folder: Path) -> list[tuple[Part, int, int]]:
     time.sleep(1.0)  # as long as its data are read, and its model is built
     return train(rank, folder, computes=NAP_S / 2, steps=120)
 
@@ -285,7 +285,7 @@ def profiled(folder: Path, ranks: int = 2, seconds: float = 1.0, **load: Any) ->
     return profile, ended(launch, folder)
 
 
-def check_shares(profile: Profile, result: LaunchResult) -> list[dict[str, float]]:
+def check_shares(profile: Profile, result: LaunchResult) -> list[dict[Part, float]]:
     """Assert that each rank's shares are near those of what it did in the recorded steps, which are returned.
 
     The ranks of `train` have measured that themselves: on a busy machine nothing takes as long as its code says.
