@@ -82,7 +82,7 @@ def alone(weak_engine: NodeEngine, weak_cluster: Cluster, monkeypatch: pytest.Mo
     monkeypatch.setattr(current, "KINDS", (*current.KINDS, NODES[0]))
     monkeypatch.setitem(current._held, NODES, weak_engine)
     yield {"engine": NODES[0], "num_nodes": NODES[1]}
-    eventually(lambda: not any(machine.ranks() for machine in weak_cluster.machines), 30, weak_cluster.left)
+    eventually(lambda: not any(machine.ranks() for machine in weak_cluster.machines), otherwise=weak_cluster.left)
     weak_engine.machines(print)  # also if there are none: what the next test holds besides is its leak
 
 
@@ -113,7 +113,7 @@ def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield slurm_cluster
     current.release()
     slurm_cluster.run("scancel", "--user=root")
-    eventually(slurm_cluster.is_idle, 30, slurm_cluster.log)
+    eventually(slurm_cluster.is_idle, otherwise=slurm_cluster.log)
 
 
 @pytest.fixture(scope="package")
@@ -147,4 +147,4 @@ def ray_nodes(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Itera
     ray_cluster.restore()
     yield ray_cluster
     current.release()
-    eventually(ray_cluster.is_free, 20, ray_cluster.log)
+    eventually(ray_cluster.is_free, otherwise=ray_cluster.log)

@@ -138,7 +138,7 @@ class Cluster:
 
     def settle(self) -> None:
         """Wait until no machine has a Python process."""
-        eventually(lambda: not any(machine.python() for machine in self.machines), 30, self.left)
+        eventually(lambda: not any(machine.python() for machine in self.machines), otherwise=self.left)
 
     def left(self) -> str:
         """Return the processes of each machine that has a Python process."""

@@ -55,7 +55,7 @@ class RayCluster:
             self._popen("head", *_RAY, *_HEAD, *own, *_SMALL)
             for machine in self.machines.machines:
                 machine.run("mount", "-t", "tmpfs", "tmpfs", str(self.folder))
-            eventually(lambda: "Ray runtime started" in (self.folder / "head.log").read_text(), 120, self.log)
+            eventually(lambda: "Ray runtime started" in (self.folder / "head.log").read_text(), otherwise=self.log)
             for machine in self.machines.machines:
                 self._start(machine)
             with (self.folder / "observer.log").open("wb") as log:
@@ -100,7 +100,7 @@ class RayCluster:
         for machine in self.machines.machines:
             if machine.name not in up:
                 self._start(machine)
-        eventually(lambda: len(self.look()["nodes"]) == 3, 30, self.log)
+        eventually(lambda: len(self.look()["nodes"]) == 3, otherwise=self.log)
 
     def look(self) -> dict[str, Any]:
         """Return the names of the living nodes, the pids of actors, and the states of placement groups."""

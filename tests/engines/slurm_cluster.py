@@ -119,7 +119,7 @@ class SlurmCluster:
             self._daemon("slurmctld", "-D")
             for machine in cluster.machines:
                 self._daemon(*machine.inside("slurmd", "-D", "-N", machine.name))
-            eventually(self.is_idle, 30, self.log)
+            eventually(self.is_idle, otherwise=self.log)
         except BaseException:
             self.close()
             raise

@@ -47,15 +47,13 @@ def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCl
     starter.addresses(lambda: None)
     try:
         starter.start(NO_KERNEL)
-        eventually(starter.state, 20)
+        eventually(starter.state)
         assert starter.state() == "ray: waiting for nodes: 3 with CPU: 1; the cluster has 2; free in total: CPU: 2"
         assert ray_nodes.look()["groups"] == ["PENDING"]
         assert starter.problem() == ""
     finally:
-        begin = time.monotonic()
         starter.stop()
-    assert time.monotonic() - begin < 3  # no agent is waited for
-    eventually(ray_nodes.is_free, 15, ray_nodes.log)
+    eventually(ray_nodes.is_free, otherwise=ray_nodes.log)
 
 
 NOTEBOOK = """
@@ -88,7 +86,7 @@ def test_ranks_run_on_the_cluster_that_the_notebook_uses(
         seen = ray_nodes.look()
         assert (len(seen["actors"]), seen["groups"]) == (2, ["CREATED"])
         notebook.kill()
-    eventually(ray_nodes.is_free, 30, ray_nodes.log)  # also without a release
+    eventually(ray_nodes.is_free, otherwise=ray_nodes.log)  # also without a release
 
 
 def test_a_killed_raylet_is_a_lost_node_and_leaves_nothing(ray_nodes: RayCluster) -> None:
@@ -99,9 +97,9 @@ def test_a_killed_raylet_is_a_lost_node_and_leaves_nothing(ray_nodes: RayCluster
     n2.kill(*n2.processes("raylet/raylet"))
     with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2"):
         running.result()
-    eventually(lambda: not n2.processes("nblaunch"), 30)
+    eventually(lambda: not n2.processes("nblaunch"))
     assert time.monotonic() - begin < 30
-    eventually(lambda: not n2.python(), 30, ray_nodes.log)
+    eventually(lambda: not n2.python(), otherwise=ray_nodes.log)
 
 
 # ------------------------------------------------------------------ without a cluster

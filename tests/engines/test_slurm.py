@@ -93,7 +93,7 @@ def test_a_queued_job_says_why_and_an_interrupt_cancels_it(
     (other,) = [each[0] for each in jobs(slurm)]
 
     def interrupt() -> None:
-        eventually(lambda: len(jobs(slurm)) == 2 and "is queued (" in "".join(said), 60)
+        eventually(lambda: len(jobs(slurm)) == 2 and "is queued (" in "".join(said))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     said: list[str] = []
@@ -117,7 +117,7 @@ def test_a_killed_srun_ends_the_ranks_and_frees_the_nodes(slurm: SlurmCluster) -
     process.kill()
     with pytest.raises((NodeLostError, LaunchStoppedError)):
         running.result()
-    eventually(slurm.is_idle, 30, slurm.log)
+    eventually(slurm.is_idle, otherwise=slurm.log)
 
 
 def test_the_readmes_cells_run_on_two_nodes(slurm: SlurmCluster) -> None:
@@ -135,7 +135,7 @@ def test_the_readmes_cells_run_on_two_nodes(slurm: SlurmCluster) -> None:
     assert {"tensor(nan)", "rank 0: 'n1'", "rank 1: 'n2'"} <= set(stopped.stdout.splitlines())
     assert {f"[rank {rank}] rank {rank} has 10.0" for rank in range(4)} <= set(done.stdout.splitlines())
     assert re.fullmatch(r"stopped session main\nreleased slurm job \d+: n1, n2\n", freed.text)
-    eventually(slurm.is_idle, 20, slurm.log)
+    eventually(slurm.is_idle, otherwise=slurm.log)
 
 
 def test_what_slurm_refuses_is_the_error(slurm: SlurmCluster) -> None:

@@ -222,5 +222,5 @@ def test_a_kernel_that_ends_takes_its_background_launch_along(bare_kernel: Kerne
 
     bare_kernel.client.shutdown()
 
-    eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 30.0)
+    eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()))
     bare_kernel.client.stop_channels()  # its heartbeat would open sockets to the dead kernel, again and again

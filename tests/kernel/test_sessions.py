@@ -1203,7 +1203,7 @@ def test_an_interrupt_of_a_stop_that_waits_kills_the_ranks(kernel: Kernel, tmp_p
     cell = kernel.finish_cell(request)
     kernel.run("timeouts.KEPT_EXIT_TIMEOUT_S = before").check()
     assert cell.error.startswith("KeyboardInterrupt")
-    eventually(lambda: not any(alive(int(str(pid))) for pid in pids), 9)
+    eventually(lambda: not any(alive(int(str(pid))) for pid in pids))
     kernel.run("%distributed session -n 2 --name ending").check()
     assert on_ranks(kernel, REDUCES, "--session ending") == [2.0, 2.0]
     kernel.run("%distributed session stop --name ending").check()

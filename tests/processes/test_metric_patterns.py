@@ -94,7 +94,7 @@ def test_they_are_shown_while_the_ranks_run(
         return all(f"[rank {rank}] accuracy 0.5\n" in "".join(shown) for rank in range(2))
 
     running = launch(print_and_wait, (tmp_path,), metric_patterns=ACCURACY, view="text", block=False)
-    eventually(seen, 60.0, lambda: "".join(shown))
+    eventually(seen, otherwise=lambda: "".join(shown))
     assert not running.done
     (tmp_path / "go").touch()
     assert len(running.result().metrics) == 2

@@ -59,7 +59,7 @@ def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path, monkeypat
     os.kill(reaper, signal.SIGSTOP)
     launch.kill()
     assert launch.wait(LONG)
-    eventually(lambda: reaper not in marked_processes(), 15)
+    eventually(lambda: reaper not in marked_processes())
     assert reaper in ranks
 
 

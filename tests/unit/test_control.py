@@ -172,7 +172,7 @@ def test_what_a_peer_of_another_version_sends_does_not_end_the_service(
         peer.sendall(sent)
         link = ControlLink(tmp_path)
         link.send({"do": "stop"})
-        eventually(lambda: launch.asked == ["stop"], 10.0)
+        eventually(lambda: launch.asked == ["stop"])
 
 
 def test_another_user_is_refused(server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
