@@ -36,10 +36,12 @@ def enter(lab: Lab, text: str) -> None:
 @pytest.mark.parametrize("served", [NOTEBOOK], ids=["notebook"], indirect=True)
 def test_a_background_launch_says_what_brings_the_prompt(fresh_lab: Lab) -> None:
     lab = fresh_lab
-    debug = "import time\nwhile not launch.console.stopped:\n    time.sleep(0.01)\n%distributed debug"
+    go = lab.folder / "debug.go"
+    debug = f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n%distributed debug"
     lab.run(STOPS + "launch = notebook_launcher(train, num_processes=2, block=False)", debug)
     lab.panel.locator(".nbl-rank-state", has_text="waiting for you").wait_for()
     lab.panel.locator(".nbl-note", has_text="or run %distributed debug").wait_for()
+    go.touch()
     keep_picture(lab.page, f"panel-debugger-{lab.app}.png")
     box(lab).wait_for()
     enter(lab, "p weights")

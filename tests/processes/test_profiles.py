@@ -367,7 +367,7 @@ def test_a_torch_without_hooks_numbers_its_collectives(tmp_path: Path) -> None:
 
 
 def test_eight_ranks_are_compared(tmp_path: Path) -> None:
-    profile, result = profiled(tmp_path, ranks=8, computes=NAP_S, late=("compute", 3.0))
+    profile, result = profiled(tmp_path, ranks=8, seconds=3.0, computes=4 * NAP_S, late=("compute", 3.0))
     assert re.match(r"Ranks wait \d+% of the time for rank 1, whose computation takes", profile.sentence), profile
     check_shares(profile, result)
     assert profile.trace is not None
