@@ -45,7 +45,7 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
     accuracy = lab.panel.locator(".nbl-card", has_text="accuracy").first
     accuracy.wait_for()
     lab.log_says("epoch 2")
-    assert lab.page.locator('.jp-Notebook-ExecutionIndicator[data-status="busy"]').count() == 1
+    lab.page.locator('.jp-Notebook-ExecutionIndicator[data-status="busy"]').wait_for(state="attached")
     assert re.search(r"0\.\d+", accuracy.inner_text())
     lab.wait_for_cells()
     lab.panel.evaluate("panel => panel.closest('.jp-Cell').scrollIntoView({block: 'end'})")
@@ -308,7 +308,7 @@ _AXIS_HAS_THE_THEMES_COLOUR = """() => {
 
 
 def _progress_and_metrics_are_shown(lab: Lab) -> None:
-    assert lab.panel.get_by_role("progressbar").count() == 8
+    lab.panel.get_by_role("progressbar").nth(7).wait_for()
     assert lab.panel.locator(".nbl-card .nbl-metric-name").all_inner_texts() == ["loss", "accuracy"]
     lab.panel.scroll_into_view_if_needed()
 

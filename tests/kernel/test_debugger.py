@@ -161,11 +161,9 @@ def test_torchs_own_breakpoint_stops_one_rank(kernel: Kernel) -> None:
 
 
 def test_input_after_q_raises_instead_of_waiting(kernel: Kernel) -> None:
-    begun = time.monotonic()
-    body = "%%distributed -n 1 --stop-grace 60\ntry:\n    breakpoint()\n    x = 1\nfinally:\n    input('save? ')"
+    body = "%%distributed -n 1 --stop-grace 600\ntry:\n    breakpoint()\n    x = 1\nfinally:\n    input('save? ')"
     cell = kernel.debug(body, "q")
     assert cell.error.startswith("KeyboardInterrupt")
-    assert time.monotonic() - begun < 30
 
 
 BOTH = "%%distributed -n 2 -o _\nx = (rank + 1) * 100\nbreakpoint()\ny = x + 1\nx"
@@ -282,11 +280,12 @@ def test_a_death_ends_the_debugging(kernel: Kernel, folder: Path, victim: str, s
     kernel.run("notebook_launcher(lambda: None, num_processes=1)").check()
 
 
-def test_a_stop_from_elsewhere_ends_the_debugging(kernel: Kernel) -> None:
-    stops = "import threading\nfrom nblaunch.launch.handle import live_launches as live\n"
-    stops += "threading.Timer(1.0, lambda: live()[0].stop()).start()\n"
-    request = kernel.start_cell(STOPS + stops + RUN)
+def test_a_stop_from_elsewhere_ends_the_debugging(kernel: Kernel, folder: Path) -> None:
+    stops = "import threading, time\nfrom nblaunch.launch.handle import live_launches as live\n"
+    stops += "def stop():\n    while not (folder / 'go').exists(): time.sleep(0.01)\n    live()[0].stop()\n"
+    request = kernel.start_cell(f"{STOPS}{stops}threading.Thread(target=stop).start()\n{RUN}")
     kernel.wait_for_prompt()
+    (folder / "go").touch()
     kernel.finish_cell(request, until=GONE)
     kernel.client.input("")
     assert kernel.finish_cell(request).error.startswith("LaunchStoppedError")
@@ -483,9 +482,9 @@ def test_a_breakpoint_that_nothing_shows_is_passed_by(kernel: Kernel) -> None:
 
 def test_a_wait_that_is_over_ends_after_the_line(kernel: Kernel) -> None:
     stopped_in_the_background(kernel)
-    request = kernel.start_cell("print('ended:', job.wait(0.5))")
+    request = kernel.start_cell("print('ended:', job.wait(2))")
     kernel.wait_for_prompt()
-    time.sleep(1)  # longer than the timeout
+    time.sleep(2.5)  # longer than the timeout
     kernel.client.input("p x")
     assert "ended: False" in kernel.finish_cell(request).check().text
     assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.debug("print(list(job.result()))", "c").check().text
@@ -500,13 +499,13 @@ def train(rank):
         raise ValueError('first')
     time.sleep(0.5)
     return 7
-print(list(notebook_launcher(train, num_processes=1, timeout=3, max_restarts=1)))
+print(list(notebook_launcher(train, num_processes=1, timeout=8, max_restarts=1)))
 """
 
 
 def test_time_in_a_debugger_counts_in_no_attempt(kernel: Kernel, folder: Path) -> None:
     request = kernel.start_cell(STOPS_FIRST)
     kernel.wait_for_prompt()
-    time.sleep(3.5)  # longer than the timeout
+    time.sleep(8.5)  # longer than the timeout
     kernel.client.input("c")
     assert "[7]" in kernel.finish_cell(request).check().text

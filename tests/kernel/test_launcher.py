@@ -25,11 +25,8 @@ WIDGET = "nblaunch.notebook.widget"
 IMPORTING = "'nblaunch-imports' in [each.name for each in __import__('threading').enumerate()]"
 """A module is in sys.modules from the beginning of its import on."""
 LOAD = """
-import sys, time
-begin = time.perf_counter()
+import sys
 get_ipython().run_line_magic("load_ext", "nblaunch")
-seconds = time.perf_counter() - begin
-assert seconds < 9.0  # three times what it takes beside other tests
 """
 
 

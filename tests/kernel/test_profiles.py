@@ -36,7 +36,7 @@ def test_the_line_magic_profiles_launches_and_cells_of_sessions(kernel: Kernel, 
     kernel.run("%%distributed --background -o job --view none\ntrain(rank)").check()
     eventually(lambda: ready(folder))
     shown = kernel.run("%distributed profile --seconds 0.5").check().stdout
-    recorded = r"Recorded: 0\.\d s, \d+ steps of an optimizer"
+    recorded = r"Recorded: \d+\.\d s, \d+ steps of an optimizer"
     assert re.match(rf"<Launch .* of .*: 2 ranks, running for \d+ s>\n{SENTENCE}\n{recorded}\nrank  steps/s", shown), (
         shown
     )

@@ -566,7 +566,8 @@ def test_odd_names_cost_no_rank(kernel: Kernel) -> None:
 def test_who_and_completion_know_the_ranks_names(kernel: Kernel) -> None:
     kernel.run("%%distributed\nfeatures = torch.zeros(3, 5)").check()
     assert "features: Tensor (3, 5) float32" in kernel.run("%distributed who").check().text
-    assert kernel.ask("s.complete('featu'), s.complete('features.contig')") == (["features"], ["features.contiguous"])
+    completed = "s.complete('featu'), s.complete('features.contig')"  # by ranks that may be too late
+    eventually(lambda: kernel.ask(completed) == (["features"], ["features.contiguous"]))
 
 
 def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
@@ -601,7 +602,7 @@ def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
 def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\nbefore = rank\ndist.barrier()\nif rank: raise ValueError('no')\ndist.barrier()")
     assert cell.error == "ValueError: no"
-    assert cell.seconds < 20
+    assert cell.seconds < 45
     assert on_ranks(kernel, f"{REDUCES} + before") == [2.0, 3.0]
 
 
@@ -636,7 +637,7 @@ def test_an_interrupted_question_frees_its_collective(kernel: Kernel) -> None:
         kernel.interrupt()
         assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
         cell = kernel.run(f"%%distributed\n{body}").check()
-        assert cell.seconds < 20
+        assert cell.seconds < 45
     assert on_ranks(kernel, f"{REDUCES}, os.getpid()") == [(2.0, pid) for pid in before]
 
 
@@ -704,7 +705,7 @@ def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> Non
     dies = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None"
     cell = kernel.run(f"%%distributed\n{dies}\ntorch.distributed.new_group()")
     assert "RankDiedError" in cell.error
-    assert cell.seconds < 20
+    assert cell.seconds < 45
     assert kernel.ask("s.pull('spared', ranks=[0])") == [0]
     kernel.run("%distributed session restart").check()
 
@@ -860,7 +861,10 @@ def test_a_restarted_rank_has_the_notebooks_settings(kernel: Kernel) -> None:
 
 def test_a_collective_in_finally_ends(kernel: Kernel) -> None:
     saves = "    time.sleep(1)\n    dist.barrier()\n    saved = True"
+    patient = "from nblaunch.machine import timeouts\nbefore = timeouts.FREE_DELAY_S"
+    kernel.run(f"{patient}\ntimeouts.FREE_DELAY_S = 60.0").check()
     cell = interrupted(kernel, f"try: time.sleep(100)\nfinally:\n{saves}")
+    kernel.run("timeouts.FREE_DELAY_S = before").check()
     assert cell.error.startswith("KeyboardInterrupt")
     assert on_ranks(kernel, "saved") == [True, True]
 
@@ -886,11 +890,11 @@ def test_an_interrupt_between_two_lines_of_ours_costs_no_rank(kernel: Kernel) ->
 def test_a_question_that_is_stuck_in_c_code_costs_no_rank(kernel: Kernel) -> None:
     before = on_ranks(kernel, "os.getpid()")
     held = "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\nlibc.pthread_mutex_lock(mutex)"
-    body = "libc.pthread_mutex_timedlock(mutex, (ctypes.c_long * 2)(int(time.time()) + 6))"
+    body = "libc.pthread_mutex_timedlock(mutex, (ctypes.c_long * 2)(int(time.time()) + 9))"
     slow = f"class Slow:\n    @property\n    def x(self): return {body}\nslow = Slow()"
     kernel.run(f"%%distributed\nimport ctypes\n{held}\n{slow}").check()
     kernel.run("begun = time.monotonic()\nfound = s.complete('slow.x.')\nlasted = time.monotonic() - begun").check()
-    assert kernel.ask("found, lasted < 3") == ([], True)
+    assert kernel.ask("found, lasted < 7") == ([], True)
     assert on_ranks(kernel, "os.getpid()") == before
 
 
@@ -951,8 +955,8 @@ def test_a_queued_cell_has_the_value_of_its_call(kernel: Kernel) -> None:
 
 
 def test_a_timeout_does_not_count_the_queue(kernel: Kernel) -> None:
-    kernel.run("%%distributed --background\ntime.sleep(1.5)").check()
-    kernel.run("%%distributed --timeout 1.2\ntime.sleep(0.1)").check()
+    kernel.run("%%distributed --background\ntime.sleep(4.5)").check()
+    kernel.run("%%distributed --timeout 4\ntime.sleep(0.1)").check()
 
 
 def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
@@ -1134,7 +1138,7 @@ def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
     cell = kernel.finish_cell(request)
     assert cell.error
     assert "interrupt again to kill the ranks that do not respond" in cell.text
-    assert cell.seconds < 20
+    assert cell.seconds < 45
     assert "`%distributed session restart --name stubborn`" in kernel.run("%%distributed --session stubborn\n1").error
     kernel.run("%distributed session stop --name stubborn\n").check()
     kernel.run("%%distributed --session main\n1").check()
@@ -1150,7 +1154,7 @@ def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
     kernel.interrupt()
     cell = kernel.finish_cell(request)
     assert cell.error.startswith("KeyboardInterrupt")
-    assert cell.seconds < 20
+    assert cell.seconds < 45
     assert kernel.ask("slow.is_open") is False
     kernel.run("%%distributed --session main\n1").check()
 

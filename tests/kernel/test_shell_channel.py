@@ -12,7 +12,7 @@ from tests.conftest import eventually
 from tests.kernel.harness import Kernel
 from tests.kernel.page import Page
 
-ANSWER_LIMIT = 10.0
+ANSWER_LIMIT = 60.0
 """Seconds; the cells here wait until they are stopped."""
 WAITS = """
 from nblaunch.errors import LaunchStoppedError

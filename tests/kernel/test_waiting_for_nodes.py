@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import LONG
+from tests.conftest import LONG, eventually
 from tests.kernel.harness import Kernel
 
 SSH = """#!/bin/sh
@@ -43,7 +43,7 @@ def test_a_click_cancels(waiting: Kernel) -> None:
         for message in waiting.cells[request].messages
         if message["msg_type"] == "comm_open" and message["content"]["data"]["state"].get("description") == "Cancel"
     ]
-    assert len(sleepers(waiting)) == 2
+    eventually(lambda: len(sleepers(waiting)) == 2)
     data = {"method": "custom", "content": {"event": "click"}}
     client = waiting.client
     client.shell_channel.send(client.session.msg("comm_msg", {"comm_id": button, "data": data}))
@@ -74,6 +74,7 @@ def test_the_cell_says_again_that_it_is_busy_and_an_interrupt_cancels(waiting: K
 def test_an_ssh_that_ends_is_the_error(waiting: Kernel) -> None:
     request = waiting.start_cell(CELL)
     waiting.follow_cell(request, until="starting agents on 2 nodes")
+    eventually(lambda: len(sleepers(waiting)) == 2)
     sleepers(waiting)[0].kill()
     cell = waiting.finish_cell(request)
     assert re.match(r"StartError: gpu[12]: the agent exited with status -9", cell.error)
