@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import BrowserContext, Error, Locator, Page
+from playwright.sync_api import TimeoutError as TooLateError
 
 from tests.browser.lab import (
     choose_theme,
@@ -111,7 +112,11 @@ class Lab:
         write_notebook(self.folder / SHARED, SETUP, *cells)
         self.open(SHARED)
         run_all(self.page)
-        self.panel.wait_for()
+        try:
+            self.panel.wait_for()
+        except TooLateError:
+            cells = "\n".join(self.page.locator(".jp-CodeCell").all_inner_texts())
+            raise AssertionError(f"no panel is shown:\n{cells}") from None
         return self.panel
 
     @property

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,9 @@ class RayCluster:
         self._started: list[subprocess.Popen[bytes]] = []
         try:
             own = [f"--node-ip-address={host}", f"--port={port}", f"--temp-dir={self.folder}"]
-            self._popen("head", *_RAY, *_HEAD, *own, *_SMALL)
             for machine in self.machines.machines:
                 machine.run("mount", "-t", "tmpfs", "tmpfs", str(self.folder))
-            eventually(lambda: "Ray runtime started" in (self.folder / "head.log").read_text(), otherwise=self.log)
+            self._start_head(*own)
             for machine in self.machines.machines:
                 self._start(machine)
             with (self.folder / "observer.log").open("wb") as log:
@@ -85,6 +85,18 @@ class RayCluster:
             )
         self._started.append(started)
         return started
+
+    def _start_head(self, *own: str) -> None:
+        """Start the head; once more if Ray gives up, as in `_start`."""
+        for _ in range(3):
+            head = self._popen("head", *_RAY, *_HEAD, *own, *_SMALL)
+            while "Ray runtime started" not in (self.folder / "head.log").read_text():
+                if head.poll():
+                    break
+                time.sleep(0.1)
+            else:
+                return
+        raise AssertionError(self.log())
 
     def _start(self, machine: Machine) -> None:
         """Start a node; once more if Ray gives up, which it does on a busy machine."""
