@@ -115,8 +115,8 @@ class Lab:
         try:
             self.panel.wait_for()
         except TooLateError:
-            cells = "\n".join(self.page.locator(".jp-CodeCell").all_inner_texts())
-            raise AssertionError(f"no panel is shown:\n{cells}") from None
+            seen = "\n".join(self.page.locator(".jp-CodeCell").all_inner_texts())
+            raise AssertionError(f"no panel is shown:\n{seen}") from None
         return self.panel
 
     @property
