@@ -175,7 +175,7 @@ def test_stacks_show_every_rank_whatever_it_does(tmp_path: Path) -> None:
 def test_stacks_do_not_disturb_a_sleep(tmp_path: Path) -> None:
     launch = begun(nap, tmp_path)
 
-    asked = [launch.stacks() for _ in range(5)]
+    asked = [launch.stacks(LONG) for _ in range(5)]
 
     assert all("nap" in calls(texts[rank]) for texts in asked for rank in (0, 1))
     for slept, beside_too in launch.result():
@@ -198,7 +198,7 @@ def test_a_launch_that_begins_can_be_asked_at_once(tmp_path: Path) -> None:
 def test_the_signals_of_other_tools_are_left_to_them(tmp_path: Path) -> None:
     launch = begun(go_through_signals, tmp_path)
 
-    assert all("go_through_signals" in calls(text) for text in launch.stacks().values())
+    assert all("go_through_signals" in calls(text) for text in launch.stacks(LONG).values())
     (tmp_path / "leave").touch()
 
     assert list(launch.result()) == [0, 0]
