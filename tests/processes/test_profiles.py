@@ -286,13 +286,17 @@ def profiled(folder: Path, ranks: int = 2, seconds: float = 1.0, **load: Any) ->
     return profile, ended(launch, folder)
 
 
+def trace_of(profile: Profile) -> Any:
+    assert profile.trace is not None
+    return json.loads(gzip.decompress(profile.trace.read_bytes()))
+
+
 def check_shares(profile: Profile, result: LaunchResult) -> list[dict[Part, float]]:
     """Assert that each rank's shares are near those of what it did in the recorded steps, which are returned.
 
     The ranks of `train` have measured that themselves: on a busy machine nothing takes as long as its code says.
     """
-    assert profile.trace is not None
-    trace = json.loads(gzip.decompress(profile.trace.read_bytes()))
+    trace = trace_of(profile)
     begins = [[begin for part, begin, _ in spans if part == "communication"] for spans in result]
     joined = [max(each) for each in zip(*begins, strict=True)]
     found = []
@@ -352,6 +356,7 @@ def test_a_known_load_gives_a_known_answer(load: dict[str, Any], sentence: str, 
         if said:
             break
     assert said, profile
+    assert all(each.steps >= 3 for each in profile.ranks)
     if "late" in load:
         part = load["late"][0]
         assert float(said[1]) == pytest.approx(own[1][part] / own[0][part], rel=0.2), own
@@ -374,9 +379,7 @@ def test_eight_ranks_are_compared(tmp_path: Path) -> None:
     profile, result = profiled(tmp_path, ranks=8, seconds=3.0, computes=4 * NAP_S, late=("compute", 3.0))
     assert re.match(r"Ranks wait \d+% of the time for rank 1, whose computation takes", profile.sentence), profile
     check_shares(profile, result)
-    assert profile.trace is not None
-    events = json.loads(gzip.decompress(profile.trace.read_bytes()))["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {event["args"]["name"] for event in trace_of(profile)["traceEvents"] if event["name"] == "process_name"}
     assert names == {f"rank {rank}" for rank in range(8)}
 
 
