@@ -30,7 +30,6 @@ from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionStat
 from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
 from nblaunch.machine.arguments import named_arguments, seconds
-from nblaunch.machine.processes import alive
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError
@@ -370,12 +369,9 @@ class Session:
         running, *queued = [each.label or "a question" for each in ranks.queue.tickets] or [""]
         of_ranks = []
         for rank, names in enumerate(ranks.bound):
-            pid, host = 0, ranks.plan.places[rank].host
-            if rank not in ranks.absent:  # else the group may have no members: they could not be started again
-                member = ranks.group.members[rank]
-                if member.worker.is_open if host else alive(member.pid):  # it may have died since the last task
-                    pid = member.pid
-            of_ranks.append(RankHolding(rank, pid, len(names), sum(each.size for each in names), host))
+            pid = ranks.group.members[rank].pid if ranks.has_process(rank) else 0  # it may have died meanwhile
+            size, host = sum(each.size for each in names), ranks.plan.places[rank].host
+            of_ranks.append(RankHolding(rank, pid, len(names), size, host))
         idle = 0.0 if ranks.queue else time.monotonic() - ranks.idle_since
         return SessionState(self.name, self._ranks.plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 
@@ -537,9 +533,9 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
     said = f"is running: {ranks}, with the variables of earlier cells"
     questions.look(running._ranks)
     held_until = time.monotonic() + _LOOK_TIMEOUT_S  # a look at the ranks, of a display, may stand in the queue
-    while not running._ranks.present and running._ranks.queue and time.monotonic() < held_until:
+    while running._ranks.are_dead and running._ranks.queue and time.monotonic() < held_until:
         time.sleep(timeouts.LOG_POLL_S)
-    if not (running._ranks.present or running._ranks.queue):  # nor does a restart bring some
+    if running._ranks.are_dead and not running._ranks.queue:  # nor does a restart bring some
         running.restart()
         said = f"had lost its ranks and their variables: started {ranks} again"
     host().writer()(f"session {running.name} {said}\n", "out")

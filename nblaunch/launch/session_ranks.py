@@ -29,6 +29,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views import NullView
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
+from nblaunch.machine.processes import alive
 from nblaunch.transfer.sent_names import SentNames
 from nblaunch.wire.messages import Bound, RankExited, SentName, Settings, Source, World
 
@@ -204,6 +205,15 @@ class SessionRanks:
             elif isinstance(event, NodeLeaving):
                 self.leaving = event.reason
 
+    def _note_exits(self) -> None:
+        """Read what has come since the last task. A rank's exit is reported a moment after its process has gone."""
+        deadline, seconds = time.monotonic() + timeouts.EXIT_REPORT_TIMEOUT_S, 0.0
+        while not self.group.is_over:
+            self._drain(seconds)
+            if all(map(self.has_process, self.present)) or time.monotonic() > deadline:
+                return
+            seconds = timeouts.LOG_POLL_S
+
     # -------------------------------------------------------------- turns
     @contextlib.contextmanager
     def claimed(
@@ -226,8 +236,7 @@ class SessionRanks:
             if self.queue.is_closed:
                 raise StartError(f"session {self.name} has ended: {self.start_again}")
             has_turn = True
-            if not self.group.is_over:
-                self._drain(0.0)  # a rank may have died meanwhile
+            self._note_exits()
             if needs_ranks:
                 self.check_group()
                 if not self.present:
@@ -264,6 +273,17 @@ class SessionRanks:
     @property
     def absent(self) -> list[int]:
         return [rank for rank in range(self.plan.world_size) if rank not in self.present]
+
+    def has_process(self, rank: int) -> bool:
+        """Return False for a rank that is dead, even if its exit is not reported yet."""
+        if rank in self.absent:  # perhaps of a group without members: they could not be started again
+            return False
+        member = self.group.members[rank]
+        return member.worker.is_open if self.plan.places[rank].host else alive(member.pid)
+
+    @property
+    def are_dead(self) -> bool:
+        return not any(map(self.has_process, range(self.plan.world_size)))
 
     @property
     def bound(self) -> list[tuple[Bound, ...]]:

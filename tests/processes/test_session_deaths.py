@@ -338,6 +338,20 @@ def test_a_session_that_could_not_be_restarted_has_a_status(session: Session, mo
     assert list(session.run(lambda rank: rank, view="none")) == [0, 1]
 
 
+def test_ranks_that_are_gone_are_dead_before_their_exits_are_reported(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pid in session.run(os.getpid, view="none"):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: session.state().text().count("dead") == 2)
+    workers, late = session._ranks.group.workers, [(), ()]
+    wait = workers.wait
+    monkeypatch.setattr(workers, "wait", lambda seconds: late.pop() if late else wait(seconds))
+    assert nblaunch.session(2, name="deaths") is session
+    assert "had lost its ranks and their variables: started 2 ranks again" in capsys.readouterr().out
+    assert list(session.run(summed, view="none")) == [3.0, 3.0]
+
+
 def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
     launch = session.run(time.sleep, 600, view="none", block=False)
     eventually(lambda: "busy" in session.status())
