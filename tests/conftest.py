@@ -39,7 +39,6 @@ LONG = 180.0
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # jsonschema does without; it takes 2 s
 MARK = "NBLAUNCH_TEST_RUN"
 """Environment variable of this worker's own: identifies every process that its tests start, however detached."""
-_LEFT_WITHIN = 20.0
 _NAMELESS = re.compile(r"^/.*/#\d+ \(deleted\)$")
 """A temporary file without a name is shown by its number."""
 _NUMBER = re.compile(r":\[\d+\]$")
@@ -190,7 +189,7 @@ class _Belongings:
         return cls(processes, _descriptors(), files())
 
     def expect_no_more(self) -> None:
-        eventually(lambda: not self.more_than_then(), _LEFT_WITHIN, self.more_than_then)
+        eventually(lambda: not self.more_than_then(), LONG, self.more_than_then)
 
     def more_than_then(self) -> str:
         """What there is now and was not then; empty if nothing."""

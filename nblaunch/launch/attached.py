@@ -340,7 +340,7 @@ class AttachedLaunch(Launch):
 
     def _has_ended(self) -> bool:
         now = run_folders.read(self._run.path)
-        return now is None or now.is_over
+        return now.is_over if now is not None else run_folders.is_removed(self._run.path)
 
     def _lose(self) -> None:
         """Show that the run is lost: its runner has died, and left no end."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.launch.debug_console import RemoteConsole
+from nblaunch.launch.run_folders import is_removed
 from nblaunch.launch.views import (
     Controls,
     Event,
@@ -122,7 +123,7 @@ class ControlServer(View):
 
     def _serve(self) -> None:
         while not self._is_over.is_set():
-            if self._is_removed():  # by hand: no one could stop the run, or see its end
+            if is_removed(self._path.parent):  # by hand: no one could stop the run, or see its end
                 self.stop()
             try:
                 connection, _ = self._listener.accept()
@@ -134,13 +135,6 @@ class ControlServer(View):
                 _log.debug("nblaunch: a peer was not served", exc_info=True)
         if self._meter is not None:
             self._meter.close()
-
-    def _is_removed(self) -> bool:
-        try:
-            os.stat(self._path.parent)
-        except OSError as error:
-            return isinstance(error, FileNotFoundError)  # else the file system gives no answer now
-        return False
 
     def _answer(self, connection: socket.socket) -> None:
         credentials = getattr(socket, "SO_PEERCRED", None)

@@ -311,9 +311,9 @@ class OwnLaunch(Launch):
         return asked.result()
 
     def _state(self) -> str:
-        is_queued = self._ticket is not None and not self._ticket.ranks.queue.is_first(self._ticket)
+        is_queued = self._ticket is not None and self._ticket in self._ticket.ranks.queue.tickets[1:]
         state = super()._state()
-        return state.replace("running", "queued") if is_queued and not self.done else state
+        return state.replace("running", "queued") if is_queued else state
 
     def join(self) -> LaunchResult:
         """Start the launch and wait for it to end.

@@ -188,6 +188,14 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
+def is_removed(folder: Path) -> bool:
+    try:
+        os.stat(folder)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # else the file system gives no answer now
+    return False
+
+
 def folder_of(name: str) -> Path:
     return state_root() / f"{PREFIX}{name}"
 

@@ -35,9 +35,6 @@ from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Bound, Cell, Payload, Question, Settings
 
-_LOOK_TIMEOUT_S = 2.0
-"""For a look at the ranks to be over."""
-
 
 class Session:
     """Persistent ranks: each `run` and each ``%%distributed`` cell sees the variables of earlier ones.
@@ -507,7 +504,7 @@ def session(
     given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
     given = {option: value for option, value in given.items() if value is not None}
     running = find(name)
-    if running is not None:
+    if running is not None and not running._ranks.queue.is_closed:  # else it is about to end
         return _same(running, given)
     timeout = None if idle_timeout is None else seconds("idle_timeout", idle_timeout)
     checked = Options(num_processes=num_processes, **options)
@@ -532,10 +529,9 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
     ranks = f"{running.world_size} rank{'s' * (running.world_size != 1)}"
     said = f"is running: {ranks}, with the variables of earlier cells"
     questions.look(running._ranks)
-    held_until = time.monotonic() + _LOOK_TIMEOUT_S  # a look at the ranks, of a display, may stand in the queue
-    while running._ranks.are_dead and running._ranks.queue and time.monotonic() < held_until:
+    while running._ranks.are_dead and running._ranks.queue:  # a restart may bring some
         time.sleep(timeouts.LOG_POLL_S)
-    if running._ranks.are_dead and not running._ranks.queue:  # nor does a restart bring some
+    if running._ranks.are_dead:
         running.restart()
         said = f"had lost its ranks and their variables: started {ranks} again"
     host().writer()(f"session {running.name} {said}\n", "out")

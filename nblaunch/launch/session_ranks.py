@@ -206,11 +206,12 @@ class SessionRanks:
                 self.leaving = event.reason
 
     def _note_exits(self) -> None:
-        """Read what has come since the last task. A rank's exit is reported a moment after its process has gone."""
+        """Read what has come since the last task. A local rank's exit is reported just after its process has gone."""
         deadline, seconds = time.monotonic() + timeouts.EXIT_REPORT_TIMEOUT_S, 0.0
         while not self.group.is_over:
             self._drain(seconds)
-            if all(map(self.has_process, self.present)) or time.monotonic() > deadline:
+            here = [rank for rank in self.present if not self.plan.places[rank].host]
+            if all(map(self.has_process, here)) or time.monotonic() > deadline:
                 return
             seconds = timeouts.LOG_POLL_S
 
@@ -276,10 +277,11 @@ class SessionRanks:
 
     def has_process(self, rank: int) -> bool:
         """Return False for a rank that is dead, even if its exit is not reported yet."""
-        if rank in self.absent:  # perhaps of a group without members: they could not be started again
+        if self.group.is_over or rank >= len(self.group.members):  # they could not be started again
             return False
         member = self.group.members[rank]
-        return member.worker.is_open if self.plan.places[rank].host else alive(member.pid)
+        has_process = member.worker.is_open if self.plan.places[rank].host else alive(member.pid)
+        return member.exited is None and has_process
 
     @property
     def are_dead(self) -> bool:

@@ -89,11 +89,14 @@ def pidfd(pid: int) -> int | None:
 
 
 def alive(pid: int) -> bool:
+    """Return True if a process runs; one that has ended and was not waited for does not, as far as there is a /proc."""
     with contextlib.suppress(PermissionError):  # another user's
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] != b"Z"
     return True
 
 

@@ -69,9 +69,9 @@ class Sampler:
     def sample(self, ranks: Collection[int]) -> list[Usage]:
         """Return the current usage of those of these ranks that have a process."""
         pids = {rank: pid for rank in ranks if (pid := self._pid_of(rank)) and processes.alive(pid)}
+        groups = _groups(pids.values())
         now = time.monotonic()
         elapsed, self._time = now - self._time, now
-        groups = _groups(pids.values())
         for pid in self._processes.keys() - {pid for members in groups.values() for pid in members}:
             del self._processes[pid]
             self._seconds.pop(pid, None)

@@ -28,7 +28,7 @@ from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import edited, package_of
 from nblaunch.ranks import environment, process_group, reaper, worker
 from nblaunch.wire import BELOW_AGENT
-from nblaunch.wire.channel import Channel, readable
+from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import PROTOCOL, Hello, Importing, NewReaper, NotStarted
 
 _KERNEL_EXIT_TIMEOUT_S = 2.0
@@ -168,7 +168,7 @@ class _Server:
         while self.reapers or not self.channel.closed:
             ready = {key.fileobj for key, _ in self.selector.select(self.select_timeout())}
             if not ready and self.is_idle():
-                break
+                self.channel.sock.shutdown(socket.SHUT_RD)  # reads a launch that comes just now, refuses the next
             if self.is_orphan(ready):
                 self.shut_down()
                 return
@@ -196,9 +196,8 @@ class _Server:
         return not (self.reapers or BELOW_AGENT in os.environ)
 
     def is_idle(self) -> bool:
-        """Return True if nothing has used this server for long. A launch that comes now gets another."""
-        is_late = time.monotonic() >= self.last_used + timeouts.SERVER_IDLE_TIMEOUT_S
-        return is_late and self.ends_when_idle() and not readable(self.channel)
+        """Return True if nothing has used this server for long."""
+        return self.ends_when_idle() and time.monotonic() >= self.last_used + timeouts.SERVER_IDLE_TIMEOUT_S
 
     def start_reaper(self, control: int) -> None:
         with socket.socket(fileno=control) as sock:

@@ -202,21 +202,19 @@ class _Reaper:
         return process.pid
 
     def report_exits(self) -> None:
-        for pid, returncode in self.children.ended():
-            rank = self.ranks.pop(pid, None)
-            if rank is not None:
-                if not processes.finds_orphans():  # else the sweep finds the rank's orphans
-                    processes.kill(pid, signal.SIGKILL, group=True)
-                if self.keeps:
-                    self.kill_orphans()
-                self.send(RankExited(rank, returncode, time.monotonic_ns()))
+        ended = [(pid, returncode) for pid, returncode in self.children.ended() if pid in self.ranks]
+        for pid, returncode in ended:  # at once: the time tells who failed first
+            self.send(RankExited(self.ranks.pop(pid), returncode, time.monotonic_ns()))
+            if not processes.finds_orphans():  # else the sweep finds the rank's orphans
+                processes.kill(pid, signal.SIGKILL, group=True)
+        if ended and self.keeps:
+            self.kill_orphans()
 
     def kill_orphans(self) -> None:
-        """Kill the orphans of an exited rank. Live kept ranks are subreapers, so their orphans do not come here."""
-        for pid in set(processes.children(os.getpid())) - set(self.ranks):
-            for below in (pid, *processes.descendants(pid)):
-                if not processes.is_resource_tracker(below):  # it unlinks shared memory, and exits
-                    processes.kill(below, signal.SIGKILL)
+        """Kill the orphans of exited ranks. Live kept ranks are subreapers, so their orphans do not come here."""
+        for pid in processes.descendants(os.getpid(), self.ranks.__contains__):
+            if not processes.is_resource_tracker(pid):  # it unlinks shared memory, and exits
+                processes.kill(pid, signal.SIGKILL)
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # the kernel is dead; `serve` will notice

@@ -47,7 +47,7 @@ def test_launches_data_and_cells_are_measured() -> None:
 
 
 def test_the_cost_of_a_profile_is_measured() -> None:
-    figures = profiles.measure(0.1, 1, 0.2, (8,))
+    figures = profiles.measure(0.5, 1, 2.0, (8,))
     (found,) = figures.by_width[8]
     assert min(found.before, found.recorded, found.read, found.after) > 0
     assert profiles.table(figures).count("\n") == 4

@@ -41,7 +41,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=30
 MpiDefault=none
 SlurmdParameters=config_overrides
 {nodes}

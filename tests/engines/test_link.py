@@ -165,7 +165,7 @@ def flood() -> Iterator[tuple[object, list[bytes]]]:
 
 
 def test_an_urgent_message_overtakes_a_flood(kernel: Kernel) -> None:
-    agent = Speaker(kernel.link.boot)
+    agent = Speaker(kernel.link.boot, rcvhwm=1)
     agent.join()
     eventually(lambda: kernel.joined)
     (peer,) = kernel.joined

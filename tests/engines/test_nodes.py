@@ -79,12 +79,12 @@ def test_what_ranks_print_report_and_return_comes_back(launch: Launcher) -> None
 def test_ranks_are_profiled_on_both_nodes(launch: Launcher) -> None:
     def work(rank: int) -> None:
         while True:
-            time.sleep(0.02 * (1 + 2 * rank))
+            time.sleep(0.1 * (1 + 2 * rank))
             dist.all_reduce(torch.zeros(1))
 
     running = launch(work, block=False)
     eventually(lambda: [rank for rank, text in running.stacks().items() if "in work" in text] == [0, 1])
-    profile = running.profile(1.0)
+    profile = running.profile(3.0)
     assert re.match(r"Rank 0 waits \d+% of the time for rank 1, whose code outside of torch takes", profile.sentence)
     assert profile.ranks[0].share("waiting") == pytest.approx(2 / 3, abs=0.1)
     assert profile.trace.stat().st_size > 1000

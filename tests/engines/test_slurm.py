@@ -157,7 +157,6 @@ def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:
         slurm.run("sbatch", f"--chdir={shared}", f"--export={exports}", f"{shared}/train.sbatch")
         eventually(
             lambda: total.exists() and total.read_text(),
-            40,
             otherwise=lambda: [log.read_text() for log in Path(shared).glob("*.out")],
         )
         assert total.read_text() == "1.0"

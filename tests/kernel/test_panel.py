@@ -47,7 +47,8 @@ def _changed(kernel: Kernel, module: str, name: str, value: float) -> Iterator[N
 
 
 def test_a_launch_is_one_display_that_ends_as_its_record(page: Page) -> None:
-    page.run(PRINTS + "notebook_launcher(prints, args=(50,), num_processes=2)")
+    with _changed(page.kernel, "nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600):
+        page.run(PRINTS + "notebook_launcher(prints, args=(50,), num_processes=2)")
     assert len(page.displays) <= 2
     assert "Finished in" in page.displays[-1]["text/plain"]
     assert "line 0000049" in page.displays[-1]["text/html"]
@@ -66,7 +67,8 @@ def test_what_the_cell_has_printed_before_stays_above(page: Page) -> None:
 
 
 def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
-    with _changed(page.kernel, "nblaunch.notebook.panel", "SHOW_DELAY_S", 600):
+    preparing = _changed(page.kernel, "nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600)
+    with preparing, _changed(page.kernel, "nblaunch.notebook.panel", "SHOW_DELAY_S", 600):
         page.run("notebook_launcher(lambda: print('hello'), num_processes=2)")
         page.run("1 + 1")
     assert page.panel == ""
@@ -100,11 +102,12 @@ def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
 def test_late_clicks_without_subshells_affect_no_later_launch(page: Page) -> None:
     first = page.start("import time\n" + WAITS + "first = notebook_launcher(waits, num_processes=1, block=False)")
     page.take_until(lambda: page.log(0) and first in page.idle)
-    launch = page.state["info"]["launch"]
+    launch, panel = page.state["info"]["launch"], page.panel
     page.run("first.kill(); first.wait()")
     page.take_until(lambda: page.status == "stopped")
     second = page.start(WAITS + "second = notebook_launcher(waits, num_processes=1, block=False)")
     page.take_until(lambda: second in page.idle)
+    page.panel = panel  # and not that of the second, which may be open
     page.send(kind="stop", launch=launch)
     page.send(kind="stop", launch=page.kernel.ask("second.id"))  # a panel speaks for its own launch alone
     assert page.kernel.ask("second.done") is False
@@ -223,13 +226,14 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
 
 def test_after_all_widgets_are_closed_a_panel_has_a_script(page: Page) -> None:
     scripts = "[m for m, w in __import__('ipywidgets').Widget.widgets.items() if type(w).__name__ == 'PanelScript']"
-    seen = set()
+    seen = {None}
     for _ in range(2):
         page.run("import time\nnotebook_launcher(lambda: time.sleep(1), num_processes=1)")
+        page.take_until(lambda: page.state.get("script") not in seen)
         assert [page.state["script"]] == [f"IPY_MODEL_{model}" for model in page.kernel.ask(scripts)]
         seen.add(page.state["script"])
         page.kernel.run("__import__('ipywidgets').Widget.close_all()").check()
-    assert len(seen) == 2
+    assert len(seen) == 3
 
 
 def test_a_short_launch_shows_the_memory_of_every_rank(page: Page) -> None:

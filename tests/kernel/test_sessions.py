@@ -34,6 +34,7 @@ def _nothing_left(kernel: Kernel, request: pytest.FixtureRequest) -> Iterator[No
     yield
     if has_failed(request):
         kernel.interrupt()  # or its cell may keep all others waiting
+        kernel.run("%distributed session restart")
 
 
 @pytest.fixture(scope="module")
@@ -609,7 +610,10 @@ def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel
 def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None:
     kernel.run("%distributed session regroup").check()
     kernel.run("%%distributed\nown = dist.new_group()").check()
+    patient = "from nblaunch.machine import timeouts\nbefore = timeouts.PEER_FAILURE_WAIT_S"
+    kernel.run(f"{patient}\ntimeouts.PEER_FAILURE_WAIT_S = 60.0").check()
     assert kernel.run("%%distributed\nt = torch.ones(1)\ndist.barrier()\n1 / 0").error.startswith("ZeroDivisionError")
+    kernel.run("timeouts.PEER_FAILURE_WAIT_S = before").check()
     assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
     cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("ZeroDivisionError")

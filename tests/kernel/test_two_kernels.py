@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
-from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
+from tests.processes.test_deaths import alive
 
 LAUNCHES = 10
 CELL = f"""
@@ -65,7 +65,7 @@ def test_the_end_of_one_kernels_session_spares_the_others(kernel: Kernel, other:
                 os.kill(other.pid, signal.SIGKILL)
             else:
                 other.run("%distributed session stop").check()
-            eventually(lambda: not any(map(alive, theirs)), SURVIVES_AT_MOST)  # noqa: B023  # called at once
+            eventually(lambda: not any(map(alive, theirs)))  # noqa: B023  # called at once
             said = kernel.run(REDUCES).check().text
             for rank, pid in enumerate(ours):
                 assert f"[rank {rank}] {pid} {10 * rank + number} 2.0" in said

@@ -29,7 +29,7 @@ def trains(rank, world_size, device):
     dist.all_reduce(total)
     report(step=0, loss=total.item())
     print(f"rank {rank} of {world_size}")
-    time.sleep(1)
+    time.sleep(3)
     return total.item(), torch.arange(300_000)
 
 def waits():

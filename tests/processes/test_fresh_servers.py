@@ -22,7 +22,7 @@ from nblaunch.engines.fork_servers import ForkServer, Servers, Where
 from nblaunch.machine.packages import installed_path
 from nblaunch.machine.processes import descendants
 from tests.conftest import LONG, eventually
-from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
+from tests.processes.test_deaths import alive
 
 HANGS = "import time\ntime.sleep(600)\n"
 
@@ -196,4 +196,4 @@ def test_nothing_survives_the_kernel_while_a_server_is_built(tmp_path: Path) -> 
     finally:
         kernel.kill()
         kernel.wait()
-    eventually(lambda: not any(map(alive, pids)), SURVIVES_AT_MOST, lambda: [pid for pid in pids if alive(pid)])
+    eventually(lambda: not any(map(alive, pids)), LONG, lambda: [pid for pid in pids if alive(pid)])

@@ -84,7 +84,7 @@ def by_file(rank: int, world_size: int, folder: str) -> float:
 def alone_in_a_collective(rank: int, world_size: int, folder: str) -> str:
     """Rank 0 waits for rank 1, which comes only when the wait is over."""
     over = Path(folder) / "over"
-    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     if rank == 1:
         eventually(over.exists)
         return ""
@@ -168,7 +168,7 @@ def test_a_file_rendezvous_is_left_to_torch(launch: Launcher, tmp_path: Path) ->
 
 
 def test_the_users_own_timeout_counts(launch: Launcher, tmp_path: Path) -> None:
-    assert "Timed out waiting 1000ms" in launch(alone_in_a_collective, kwargs={"folder": str(tmp_path)})[0]
+    assert "Timed out waiting 5000ms" in launch(alone_in_a_collective, kwargs={"folder": str(tmp_path)})[0]
 
 
 def test_a_rank_that_comes_a_second_late_is_waited_for(launch: Launcher, free_port: int, tmp_path: Path) -> None:

@@ -25,9 +25,12 @@ from nblaunch.engines.fork_servers import servers
 from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import session as live_sessions
+from nblaunch.launch.handle import live_launches
+from nblaunch.launch.session_ranks import Ticket
 from nblaunch.training import Accelerator
 from nblaunch.wire.messages import NotStarted
 from tests.conftest import (
+    LONG,
     MARK,
     command_of,
     eventually,
@@ -36,7 +39,7 @@ from tests.conftest import (
     marked_processes,
     settled_server,
 )
-from tests.processes.test_deaths import SURVIVES_AT_MOST, alive, start_daemon
+from tests.processes.test_deaths import alive, start_daemon
 from tests.processes.test_process_group import listeners_beyond_loopback, summed
 
 
@@ -66,7 +69,7 @@ def family(session: Session, folder: Path) -> tuple[list[int], int]:
 def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Session, tmp_path: Path) -> None:
     everyone, reaper = family(session, tmp_path)
     os.kill(reaper, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+    eventually(lambda: not any(map(alive, everyone)))
     said = "dead, its variables are lost; `%distributed session restart --name deaths` restarts all"
     eventually(lambda: session.status().count(said) == 2)
     with pytest.raises(
@@ -83,7 +86,7 @@ def test_the_death_of_the_fork_server_ends_the_session(session: Session, tmp_pat
     settled_server()
     for server in servers.all():
         os.kill(server.process.pid, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+    eventually(lambda: not any(map(alive, everyone)))
     session.restart()
     assert len(session.run(os.getpid, view="none")) == 2
 
@@ -110,7 +113,7 @@ def test_the_death_of_the_kernel_leaves_nothing(tmp_path: Path) -> None:
     assert all(map(alive, everyone))
     kernel.kill()
     kernel.wait()
-    eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+    eventually(lambda: not any(map(alive, everyone)))
 
 
 _STARTING_KERNEL = """
@@ -142,9 +145,7 @@ def test_the_death_of_a_kernel_whose_ranks_start_leaves_nothing(
             time.sleep(0.001)
         kernel.kill()
         kernel.wait()
-    eventually(
-        lambda: not marked_processes(), SURVIVES_AT_MOST, lambda: [command_of(pid) for pid in marked_processes()]
-    )
+    eventually(lambda: not marked_processes(), LONG, lambda: [command_of(pid) for pid in marked_processes()])
     assert left_files(before) == set()
 
 
@@ -165,7 +166,7 @@ def stuck_in_c(begun: str, rank: int) -> None:
 
 
 def test_c_code_that_never_returns_costs_its_rank_alone(tmp_path: Path) -> None:
-    with nblaunch.session(2, name="stuck", stop_grace=1.0) as session:
+    with nblaunch.session(2, name="stuck", stop_grace=10.0) as session:
         session.push(kept=5)
         launch = session.run(stuck_in_c, str(tmp_path / "begun"), view="none", block=False)
         eventually((tmp_path / "begun").exists)
@@ -338,25 +339,40 @@ def test_a_session_that_could_not_be_restarted_has_a_status(session: Session, mo
     assert list(session.run(lambda rank: rank, view="none")) == [0, 1]
 
 
-def test_ranks_that_are_gone_are_dead_before_their_exits_are_reported(
-    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def lost(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session whose ranks have died just now: their exits are not reported yet."""
     for pid in session.run(os.getpid, view="none"):
         os.kill(pid, signal.SIGKILL)
     eventually(lambda: session.state().text().count("dead") == 2)
     workers, late = session._ranks.group.workers, [(), ()]
     wait = workers.wait
     monkeypatch.setattr(workers, "wait", lambda seconds: late.pop() if late else wait(seconds))
-    assert nblaunch.session(2, name="deaths") is session
+    return session
+
+
+def test_ranks_are_dead_before_their_exits_are_reported(lost: Session) -> None:
+    with pytest.raises(RankError, match="every rank of session deaths is dead"):
+        lost.run(os.getpid, view="none")
+
+
+def test_a_session_is_dead_although_its_ranks_are_being_looked_at(
+    lost: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue, ticket = lost._ranks.queue, Ticket(lost._ranks)
+    queue.enqueue(ticket)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", lambda seconds: queue.discard(ticket))
+        assert nblaunch.session(2, name="deaths") is lost
     assert "had lost its ranks and their variables: started 2 ranks again" in capsys.readouterr().out
-    assert list(session.run(summed, view="none")) == [3.0, 3.0]
+    assert list(lost.run(summed, view="none")) == [3.0, 3.0]
 
 
 def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
     launch = session.run(time.sleep, 600, view="none", block=False)
     eventually(lambda: "busy" in session.status())
     session.stop()
-    assert launch.done
+    assert launch.wait(LONG)
     with pytest.raises(StartError, match="has ended"):
         session.run(os.getpid)
 
@@ -417,13 +433,40 @@ def test_a_session_that_was_stopped_leaves_another_of_its_name_alone() -> None:
         assert live_sessions.find("twice") is second
 
 
+def test_a_session_that_is_about_to_end_is_not_handed_out() -> None:
+    first = nblaunch.session(1, name="twice")
+    assert first._ranks.queue.close_if_empty()  # as it does when it has been idle for long
+    with nblaunch.session(1, name="twice") as second:
+        first.stop()
+        assert live_sessions.find("twice") is second
+        assert second.pull("1") == [1]
+
+
+_named_while_loaded: list[str] = []
+
+
+def _name_while_loaded() -> None:
+    _named_while_loaded.extend(map(repr, live_launches()))
+
+
+class _NamesLaunches:
+    def __reduce__(self) -> Any:
+        return _name_while_loaded, ()
+
+
+def test_a_task_whose_result_is_being_loaded_is_not_queued(session: Session) -> None:
+    session.run(_NamesLaunches, view="none")
+    assert len(_named_while_loaded) == 2
+    assert "queued" not in "".join(_named_while_loaded)
+
+
 def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
     class Slow:
         def __reduce__(self) -> tuple[object, ...]:
-            time.sleep(1)
+            time.sleep(5)
             return int, (1,)
 
-    with nblaunch.session(1, name="packing", idle_timeout=0.3) as made:
+    with nblaunch.session(1, name="packing", idle_timeout=3) as made:
         assert list(made.run(abs, Slow(), view="none")) == [1]
 
 

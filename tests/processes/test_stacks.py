@@ -20,7 +20,7 @@ from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError
 from tests.conftest import LONG, eventually
 
-NAP = 1.0
+NAP = 5.0
 
 
 # ------------------------------------------------------------------ what ranks run

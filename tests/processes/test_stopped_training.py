@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("imported_ahead", "one_thread", "quiet")
 class Marks:
     """A callback that makes a file at a step, once, and gives the interrupt time to arrive in later ones."""
 
-    def __init__(self, step: int, mark: Path, pause: float = 0.05) -> None:
+    def __init__(self, step: int, mark: Path, pause: float = 1.0) -> None:
         self.step, self.mark, self.pause, self.is_first = step, mark, pause, not mark.exists()
 
     def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
@@ -151,9 +151,9 @@ class Slow(Marks):
             other = self.mark.with_suffix(".other")
             if trainer.accelerator.is_main_process:
                 eventually(other.exists)
-                time.sleep(0.5)  # for rank 1 to begin the next step
+                time.sleep(1.0)  # for rank 1 to begin the next step
                 self.mark.touch()
-                time.sleep(1.0)
+                time.sleep(2.0)
             else:
                 other.touch()
 

@@ -221,13 +221,13 @@ def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method:
 
 # ------------------------------------------------------------------ time to finish
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
-    launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=1.0)
+    launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=5.0)
     eventually(lambda: noted(tmp_path, "ready", 2))
     begun = time.monotonic()
 
     launch.stop()
 
-    assert 1.0 <= seconds_to_end(launch, begun) < STOP_LIMIT
+    assert 5.0 <= seconds_to_end(launch, begun) < STOP_LIMIT
     with pytest.raises(LaunchStoppedError, match=r"rank 0 was killed before its `finally` had ended"):
         launch.result()
     assert noted(tmp_path, "part", 2)  # it had begun
@@ -235,7 +235,7 @@ def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: 
 
 
 def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp_path: Path) -> None:
-    timeout = 8.0  # the ranks must have begun by then
+    timeout = 30.0  # the ranks must have begun by then
     launch = begin(checkpoint_for_a_second, tmp_path, start_method, timeout=timeout)
     eventually(lambda: noted(tmp_path, "ready", 2))
 

@@ -92,15 +92,16 @@ def different_sizes(rank: int) -> None:
 
 def slow_but_healthy(rank: int) -> int:
     for step in range(4):
-        time.sleep(0.7 * (rank == step % 2))
+        time.sleep(1.0 * (rank == step % 2))
         agreed()
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + 4.0
     while time.monotonic() < end:
         torch.rand(50, 50) @ torch.rand(50, 50)
     return rank
 
 
 # ------------------------------------------------------------------ the tests
+@pytest.mark.usefixtures("imported_ahead")
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -128,7 +129,7 @@ def test_the_wait_is_explained(
 
 def test_the_wait_is_in_the_timeouts_error(launch: Launcher) -> None:
     with pytest.raises(LaunchTimeoutError, match=r"(?s)rank 0 waits in barrier #2.*rank 1 has started 1 of 2"):
-        launch(a_late_rank, timeout=4.0, stop_grace=0.1)
+        launch(a_late_rank, timeout=15.0, stop_grace=0.1)
 
 
 def test_the_error_names_calls_that_differ(launch: Launcher) -> None:
@@ -152,7 +153,7 @@ def test_checks_find_calls_that_differ(launch: Launcher) -> None:
 
 
 def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "COLLECTIVE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(timeouts, "COLLECTIVE_TIMEOUT_S", 5.0)
     with pytest.raises(CollectiveError, match=r"(?s)was stopped:.*rank 0 waits in barrier #2") as caught:
         launch(a_late_rank, view="text")
     assert caught.value.rank == 1
@@ -200,6 +201,7 @@ def waits_twice(files: str, rank: int) -> None:
 def test_the_reason_goes_when_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Remembers()
     monkeypatch.setattr(Frontend, "view", lambda self, choice: view)
+    monkeypatch.setattr(timeouts, "STUCK_AFTER_S", 3.0)  # longer than ranks start apart
     launch: Any = nblaunch.notebook_launcher(waits_twice, (str(tmp_path / "go"),), num_processes=2, block=False)
     for number in range(2):
         eventually(lambda: len(view.shown) == 1 + 2 * (tmp_path / "go0").exists())
@@ -210,7 +212,10 @@ def test_the_reason_goes_when_the_ranks_go_on(tmp_path: Path, monkeypatch: pytes
     assert view.shown[1] == Stuck()
 
 
-def test_slow_training_raises_no_alarm(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_training_raises_no_alarm(
+    launch: Launcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "STUCK_AFTER_S", 3.0)  # longer than any step
     assert list(launch(slow_but_healthy, view="text")) == [0, 1]
     shown = capsys.readouterr().out
     assert "Waiting" not in shown

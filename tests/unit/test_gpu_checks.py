@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import LONG
 from tests.gpu import gpus
 from tests.gpu.__main__ import README, main, with_table
 from tests.gpu.outcomes import Outcomes
@@ -42,19 +43,25 @@ def test_without_a_gpu_nothing_counts_as_passed(command: str, status: int, said:
 
 
 @pytest.mark.parametrize(
-    ("uses_it", "said"),
+    ("uses_it", "limit", "said"),
     [
-        ("raise SystemExit('the driver is too old')", r"torch \S+ cannot use the one here: the driver is too old$"),
-        ("import threading; threading.Event().wait()", r"the one here gave no answer in 1 s$"),
+        (
+            "raise SystemExit('the driver is too old')",
+            LONG,
+            r"torch \S+ cannot use the one here: the driver is too old$",
+        ),
+        ("import threading; threading.Event().wait()", 1.0, r"the one here gave no answer in 1 s$"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_no_gpu(uses_it: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_no_gpu(
+    uses_it: str, limit: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(gpus, "number", lambda: 1)
     monkeypatch.setattr(gpus, "_USES_THEM", uses_it)
-    monkeypatch.setattr(gpus, "_PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(gpus, "_PROBE_TIMEOUT_S", limit)
     gpus.found.cache_clear()
     with pytest.raises(gpus.NoGpuError, match=said):
         gpus.found()

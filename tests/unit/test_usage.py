@@ -62,7 +62,7 @@ def test_a_child_of_a_rank_counts_as_the_rank(groups: Any) -> None:
     own = psutil.Process(busy).memory_info().rss
 
     def look() -> bool:
-        psutil.cpu_percent(interval=0.2)  # the clock ticks a hundred times a second
+        psutil.cpu_percent(interval=1.0)  # the clock ticks a hundred times a second
         samples.append(sampler.sample([0, 1]))
         return samples[-1][1].cpu > 0.2 and samples[-1][1].memory > own + HELD
 
@@ -86,8 +86,7 @@ def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
     assert [usage.rank for usage in sampler.sample([0, 1, 2])] == [0]  # the others have no process
     os.killpg(pid, signal.SIGKILL)
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # not reaped yet
-    eventually(lambda: sampler.sample([0])[0].memory == 0)  # its child ends apart
-    assert sampler.sample([]) == []
+    assert sampler.sample([0]) == sampler.sample([]) == []
 
 
 def test_a_meter_follows_the_group_that_a_restart_has_made() -> None:
