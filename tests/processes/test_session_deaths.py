@@ -166,7 +166,7 @@ def stuck_in_c(begun: str, rank: int) -> None:
 
 
 def test_c_code_that_never_returns_costs_its_rank_alone(tmp_path: Path) -> None:
-    with nblaunch.session(2, name="stuck", stop_grace=10.0) as session:
+    with nblaunch.session(2, name="stuck", stop_grace=5.0) as session:
         session.push(kept=5)
         launch = session.run(stuck_in_c, str(tmp_path / "begun"), view="none", block=False)
         eventually((tmp_path / "begun").exists)
@@ -463,10 +463,10 @@ def test_a_task_whose_result_is_being_loaded_is_not_queued(session: Session) -> 
 def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
     class Slow:
         def __reduce__(self) -> tuple[object, ...]:
-            time.sleep(5)
+            time.sleep(3)
             return int, (1,)
 
-    with nblaunch.session(1, name="packing", idle_timeout=3) as made:
+    with nblaunch.session(1, name="packing", idle_timeout=2) as made:
         assert list(made.run(abs, Slow(), view="none")) == [1]
 
 
