@@ -460,6 +460,9 @@ class NodeWorkers:
             for rank in ranks:
                 self._workers[rank] = self._worker(rank, node)
             self._call(node, "start", {rank: environment(rank) for rank in ranks})
+        for node in self._used:
+            if node.lost:  # before it had a worker whose exit could be reported
+                self.lose(node.index, node.lost)
         return list(self._workers.values())
 
     def _worker(self, rank: int, node: Node) -> NodeWorker:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import nblaunch
 from nblaunch.engines import current
 from nblaunch.engines.node_engine import NodeEngine
+from nblaunch.engines.nodes import NodeWorkers
 from nblaunch.engines.protocol import NodeLeaving
 from nblaunch.errors import LaunchStoppedError, NodeLostError, RankLostError, StartError
 from nblaunch.machine import timeouts
@@ -56,6 +57,21 @@ def test_a_restart_of_a_launch_gets_another_agent(launch_alone: Launcher, weak_c
     eventually(lambda: running.stacks().keys() == {0, 1})
     weak_cluster[1].kill(*agents_of(weak_cluster[1]))
     assert list(running.result()) == ["n1", "n2"]
+
+
+def test_a_node_may_be_lost_just_before_its_ranks_start(
+    launch_alone: Launcher, weak_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = NodeWorkers.start
+
+    def start_late(workers: NodeWorkers, environment: Any) -> Any:
+        weak_cluster[1].kill(*agents_of(weak_cluster[1]))
+        eventually(lambda: workers._used[1].lost)
+        return start(workers, environment)
+
+    monkeypatch.setattr(NodeWorkers, "start", start_late)
+    with pytest.raises(NodeLostError, match="rank 1 is lost with node n2: its agent was killed"):
+        launch_alone(hosts)
 
 
 def test_a_restart_of_a_session_gets_another_agent(alone: dict[str, Any], weak_cluster: Cluster) -> None:
