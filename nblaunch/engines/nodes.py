@@ -461,8 +461,7 @@ class NodeWorkers:
                 self._workers[rank] = self._worker(rank, node)
             self._call(node, "start", {rank: environment(rank) for rank in ranks})
         for node in self._used:
-            if node.lost:  # before it had a worker whose exit could be reported
-                self.lose(node.index, node.lost)
+            self._report_loss(node)
         return list(self._workers.values())
 
     def _worker(self, rank: int, node: Node) -> NodeWorker:
@@ -477,7 +476,13 @@ class NodeWorkers:
             )
         self._workers[rank] = self._worker(rank, node)
         self._call(node, "restart", environment, rank=rank, in_order=True)
+        self._report_loss(node)
         return self._workers[rank]
+
+    def _report_loss(self, node: Node) -> None:
+        """Report the exits of a node's new ranks if it was lost before they had a worker here: nobody else would."""
+        if node.lost:
+            self.lose(node.index, node.lost)
 
     @property
     def heard_at(self) -> float:

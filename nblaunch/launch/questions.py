@@ -16,7 +16,7 @@ from nblaunch.launch import failures
 from nblaunch.launch.frontend import host, wait_in_steps
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.session_ranks import BusyError, SessionRanks, Ticket
-from nblaunch.launch.session_state import RESTART, restart_command
+from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.views import Note, ShieldedView
 from nblaunch.machine import timeouts
@@ -224,7 +224,7 @@ def restart(ranks: SessionRanks, chosen: Collection[int], keep: bool, lost: list
     as it was. A KeyboardInterrupt changes nothing as long as the old ranks live. Later, the restart goes on; only names
     whose loading is interrupted are lost.
     """
-    ticket, stop = Ticket(ranks, RESTART), threading.Event()
+    ticket, stop = Ticket(ranks, "the restart"), threading.Event()
 
     def work() -> None:
         ranks.queue.enqueue(ticket)

@@ -177,8 +177,10 @@ def _is_held(folder: Path) -> bool:
     """Return True if a process holds the lock of a folder."""
     try:
         fd = os.open(folder / launch_files.LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:  # out of descriptors, or the file system gives no answer now
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others who look have shared locks, too
     except OSError as error:
@@ -190,7 +192,7 @@ def _is_held(folder: Path) -> bool:
 
 def is_removed(folder: Path) -> bool:
     try:
-        os.stat(folder)
+        os.stat(folder / _FACTS)
     except OSError as error:
         return isinstance(error, FileNotFoundError)  # else the file system gives no answer now
     return False

@@ -503,8 +503,10 @@ def session(
         raise ArgumentError(f"name={name!r}: must be a valid identifier")
     given = {"num_processes": num_processes, "idle_timeout": idle_timeout, **options}
     given = {option: value for option, value in given.items() if value is not None}
-    running = find(name)
-    if running is not None and not running._ranks.queue.is_closed:  # else it is about to end
+    while (running := find(name)) is not None and running._ranks.queue.is_closed:  # it is about to end
+        time.sleep(timeouts.LOG_POLL_S)
+    if running is not None:
+        running._ranks.idle_since = time.monotonic()
         return _same(running, given)
     timeout = None if idle_timeout is None else seconds("idle_timeout", idle_timeout)
     checked = Options(num_processes=num_processes, **options)

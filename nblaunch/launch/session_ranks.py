@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
+
 from nblaunch.engines.protocol import Engine, NodeLeaving, Received
 from nblaunch.errors import RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
@@ -29,7 +31,6 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views import NullView
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import this_process
-from nblaunch.machine.processes import alive
 from nblaunch.transfer.sent_names import SentNames
 from nblaunch.wire.messages import Bound, RankExited, SentName, Settings, Source, World
 
@@ -280,8 +281,9 @@ class SessionRanks:
         if self.group.is_over or rank >= len(self.group.members):  # they could not be started again
             return False
         member = self.group.members[rank]
-        has_process = member.worker.is_open if self.plan.places[rank].host else alive(member.pid)
-        return member.exited is None and has_process
+        if member.exited is not None or self.plan.places[rank].host:
+            return member.listens
+        return not member.pid or psutil.pid_exists(member.pid)  # it starts, or the reaper has not waited for it
 
     @property
     def are_dead(self) -> bool:

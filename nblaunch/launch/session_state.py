@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from nblaunch.machine.segments import in_words
 
 DEFAULT_NAME = "main"
-RESTART = "the restart"
-"""What the ranks of a session do while some are restarted."""
 
 
 def command(name: str, action: str) -> str:
@@ -74,8 +72,6 @@ class SessionState:
         return f"{ranks}, {doing}{f', {len(self.queued)} more queued' if self.queued else ''}"
 
     def dead_line(self, rank: int) -> str:
-        if self.running == RESTART:
-            return "no process: ranks are being restarted"
         if not any(each.pid for each in self.ranks):
             return f"dead, its variables are lost; {restart_command(self.name)} restarts all"
         return f"dead, its variables are lost; {restart_command(self.name, [rank])} restarts it"

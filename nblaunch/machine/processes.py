@@ -89,7 +89,7 @@ def pidfd(pid: int) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process runs; one that has ended and was not waited for does not, as far as there is a /proc."""
+    """Return True if a process runs; one that has ended and was not waited for does not, where there is a /proc."""
     with contextlib.suppress(PermissionError):  # another user's
         try:
             os.kill(pid, 0)

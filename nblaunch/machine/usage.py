@@ -70,7 +70,7 @@ class Sampler:
         """Return the current usage of those of these ranks that have a process."""
         pids = {rank: pid for rank in ranks if (pid := self._pid_of(rank)) and processes.alive(pid)}
         groups = _groups(pids.values())
-        now = time.monotonic()
+        now = time.monotonic()  # after the search, as the times of the processes
         elapsed, self._time = now - self._time, now
         for pid in self._processes.keys() - {pid for members in groups.values() for pid in members}:
             del self._processes[pid]

@@ -168,7 +168,7 @@ class _Server:
         while self.reapers or not self.channel.closed:
             ready = {key.fileobj for key, _ in self.selector.select(self.select_timeout())}
             if not ready and self.is_idle():
-                self.channel.sock.shutdown(socket.SHUT_RD)  # reads a launch that comes just now, refuses the next
+                self.channel.sock.shutdown(socket.SHUT_RD)  # Linux still reads a launch that came just now
             if self.is_orphan(ready):
                 self.shut_down()
                 return

@@ -1,4 +1,4 @@
-"""After SIGKILL of any process, its launch is gone within seconds, and the next launch works."""
+"""After SIGKILL of any process, its launch is gone soon, and the next launch works."""
 
 from __future__ import annotations
 

@@ -382,8 +382,7 @@ def test_an_exception_is_not_held_up_by_what_is_stuck_behind_it(
     assert time.monotonic() - begin < SOON
 
 
-def test_a_rank_stuck_behind_an_unsendable_result_is_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "RESULT_FAILURE_WAIT_S", 5.0)
+def test_a_rank_stuck_behind_an_unsendable_result_is_stopped(launch: Launcher) -> None:
     with pytest.raises(ResultError, match="rank 1's return value could not be sent: result, a thread lock") as caught:
         launch(return_a_lock_with_a_stuck_exit_function)
     assert caught.value.results == {0: "whole"}

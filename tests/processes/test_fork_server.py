@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -20,11 +21,13 @@ import pytest
 from nblaunch.engines import fork_servers
 from nblaunch.engines.fork_servers import ForkServer, Servers, Where, servers
 from nblaunch.errors import StartError
+from nblaunch.machine import processes
 from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
+from nblaunch.ranks import forkserver, reaper
 from nblaunch.wire import BELOW_AGENT
-from nblaunch.wire.channel import Channel, readable
-from nblaunch.wire.messages import Method
+from nblaunch.wire.channel import Channel, channel_pair, readable
+from nblaunch.wire.messages import Method, NewReaper
 from tests.conftest import LONG, eventually, marked_processes, present_server
 
 IN_ITS_IMPORT = {
@@ -299,3 +302,44 @@ def test_a_server_stays_while_a_launch_runs_and_below_an_agent(own: Servers, pre
     agents.stop()
     reaper.channel.close()
     eventually(lambda: not server.alive())
+
+
+def test_a_launch_that_comes_as_a_server_ends_is_still_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = channel_pair()
+    server, started = forkserver._Server(Channel(there), 0, None), list[int]()
+    read, write = os.pipe()
+
+    def is_idle() -> bool:
+        if not started:
+            here.send(NewReaper(), [read])
+        return not started
+
+    monkeypatch.setattr(server, "select_timeout", lambda: 0.0)
+    monkeypatch.setattr(server, "is_idle", is_idle)
+    monkeypatch.setattr(server, "start_reaper", started.append)
+    monkeypatch.setattr(server, "reap", lambda: None)  # the children here are not its own
+    monkeypatch.setattr(reaper, "kill_descendants", lambda *args: None)
+    server.serve()
+    server.children.close()
+    assert len(started) == 1
+    with pytest.raises(BrokenPipeError):
+        here.send(NewReaper())
+    for fd in (read, write, *started):
+        os.close(fd)
+    here.close()
+    server.channel.close()
+    server.selector.close()
+
+
+def test_exits_are_reported_before_orphans_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    one = SimpleNamespace(
+        ranks={7: 0, 8: 1},
+        keeps=True,
+        children=SimpleNamespace(ended=lambda: [(7, -9), (9, 0), (8, -9)]),
+        send=lambda exited: done.append(exited.rank),
+        kill_orphans=lambda: done.append("orphans"),
+    )
+    monkeypatch.setattr(processes, "finds_orphans", lambda: True)
+    reaper._Reaper.report_exits(one)  # type: ignore[arg-type]  # all that it uses
+    assert done == [0, 1, "orphans"]

@@ -357,13 +357,12 @@ def test_ranks_are_dead_before_their_exits_are_reported(lost: Session) -> None:
 
 
 def test_a_session_is_dead_although_its_ranks_are_being_looked_at(
-    lost: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lost: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue, ticket = lost._ranks.queue, Ticket(lost._ranks)
     queue.enqueue(ticket)
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "sleep", lambda seconds: queue.discard(ticket))
-        assert nblaunch.session(2, name="deaths") is lost
+    threading.Timer(3.0, queue.discard, [ticket]).start()
+    assert nblaunch.session(2, name="deaths") is lost
     assert "had lost its ranks and their variables: started 2 ranks again" in capsys.readouterr().out
     assert list(lost.run(summed, view="none")) == [3.0, 3.0]
 
@@ -436,9 +435,9 @@ def test_a_session_that_was_stopped_leaves_another_of_its_name_alone() -> None:
 def test_a_session_that_is_about_to_end_is_not_handed_out() -> None:
     first = nblaunch.session(1, name="twice")
     assert first._ranks.queue.close_if_empty()  # as it does when it has been idle for long
+    threading.Timer(1.0, first.stop).start()
     with nblaunch.session(1, name="twice") as second:
-        first.stop()
-        assert live_sessions.find("twice") is second
+        assert not first.is_open
         assert second.pull("1") == [1]
 
 

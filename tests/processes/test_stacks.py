@@ -20,7 +20,7 @@ from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError
 from tests.conftest import LONG, eventually
 
-NAP = 5.0
+NAP = 3.0
 
 
 # ------------------------------------------------------------------ what ranks run

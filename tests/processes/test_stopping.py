@@ -235,7 +235,7 @@ def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: 
 
 
 def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp_path: Path) -> None:
-    timeout = 30.0  # the ranks must have begun by then
+    timeout = 30.0 if start_method == "spawn" else 8.0  # the ranks must have begun by then
     launch = begin(checkpoint_for_a_second, tmp_path, start_method, timeout=timeout)
     eventually(lambda: noted(tmp_path, "ready", 2))
 

@@ -129,7 +129,7 @@ def test_the_wait_is_explained(
 
 def test_the_wait_is_in_the_timeouts_error(launch: Launcher) -> None:
     with pytest.raises(LaunchTimeoutError, match=r"(?s)rank 0 waits in barrier #2.*rank 1 has started 1 of 2"):
-        launch(a_late_rank, timeout=15.0, stop_grace=0.1)
+        launch(a_late_rank, timeout=8.0, stop_grace=0.1)
 
 
 def test_the_error_names_calls_that_differ(launch: Launcher) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nblaunch.launch.session_state import RESTART, RankHolding, SessionState
+from nblaunch.launch.session_state import RankHolding, SessionState
 
 
 def text(running: str, queued: list[str], pids: list[int]) -> str:
@@ -17,4 +17,3 @@ def test_the_text_names_each_rank() -> None:
     assert dead.endswith("rank 1: dead, its variables are lost; `%distributed session restart --rank 1` restarts it")
     assert "session main: 1 rank on cpu, idle since " in text("", [], [100])
     assert text("", [], [0, 0]).count("session restart` restarts all") == 2
-    assert text(RESTART, [], [100, 0]).endswith("rank 1: no process: ranks are being restarted")
