@@ -39,6 +39,8 @@ class CellInput:
         """What ranks were doing when a note named them last."""
         self._reading: Prompt | None = None
         """What the cell waits for."""
+        self._asked: Prompt | None = None
+        """What it has waited for last."""
         self._write: Callable[[str, Stream], None] = lambda text, stream: None
         """Writes to the cell that waits, from any thread."""
 
@@ -47,26 +49,30 @@ class CellInput:
         self._is_attended = blocking
         self.console.on_step = self._meanwhile
 
-    def wait(self, over: threading.Event, timeout: float | None) -> bool:
-        """Wait as `Frontend.wait` does. In the main thread, let a user who can type debug meanwhile."""
+    def wait(self, over: threading.Event, timeout: float | None, *, is_stopping: bool = False) -> bool:
+        """Wait as `Frontend.wait` does. In the main thread, let a user who can type debug meanwhile.
+
+        `is_stopping`: the user has interrupted the launch. The prompt is about to end, and is not shown again.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if threading.current_thread() is not threading.main_thread() or not host().can_type():
             return host().wait(over, timeout)  # a run may ask: to answer with the end of the input would end it
         try:
             self._is_attended = True
-            return host().wait(over, timeout, lambda: self._serve(deadline))
+            return host().wait(over, timeout, lambda: self._serve(deadline, is_stopping))
         finally:
             self._is_attended = False
 
-    def _serve(self, deadline: float) -> None:
+    def _serve(self, deadline: float, is_stopping: bool) -> None:
         """Print what debuggers have printed, and read lines while one is open. A line may come after `deadline`."""
         console = self.console
         while console.is_open and time.monotonic() < deadline:
             prompt = console.prompt  # first: the text before it is then printed
             self._print()
-            if prompt is None:
+            if prompt is None or (is_stopping and prompt is self._asked):
                 console.wait(max(0.0, min(timeouts.SIGNAL_CHECK_INTERVAL_S, deadline - time.monotonic())))
             else:
+                self._asked = prompt
                 console.type(prompt, self._read(prompt))
         self._print()
         if console.has_examined:

@@ -359,7 +359,7 @@ class OwnLaunch(Launch):
                     self._commands.ask(kill=self._interrupts >= to_kill)
                 if self.keeps_ranks and self._interrupts == 2:
                     self._view.on(Note(INSIST))
-                self.wait()
+                self._input.wait(self._finished, None, is_stopping=self._interrupts > 0)
             except KeyboardInterrupt:
                 self._interrupts += 1
         return self._interrupts > 0 or self.console.has_quit
