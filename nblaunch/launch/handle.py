@@ -190,8 +190,7 @@ class Launch(ABC):
         """Return a profile; None if the launch ends first."""
 
     def _not_running(self) -> NblaunchError:
-        why = "it is queued, its ranks start, or another profile is being made"
-        return NblaunchError(f"{self.name} cannot be profiled now: {why}")
+        return NblaunchError(f"{self.name} cannot be profiled now: it is queued, or its ranks start")
 
     def __reduce__(self) -> NoReturn:
         raise OfNotebookError(self, "a launch")

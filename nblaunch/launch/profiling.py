@@ -42,6 +42,7 @@ _MAIN = (
 _NO_ANSWER = f"no answer within {BEGIN_TIMEOUT_S:g} s: it runs C code that holds the GIL, or is stopped"
 _NOT_STORED = f"its recording was not stored within {_STORE_TIMEOUT_S:g} s"
 _NO_STEP = "no optimizer has made a step"
+_ENDED = "its function ended, failed or was stopped before the recording was stored"
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class _Profile:
 
     number: int
     seconds: float
-    futures: Sequence[Future[Profile | None]]
+    futures: list[Future[Profile | None]]
     deadlines: dict[int, float] = field(default_factory=dict)
     """Of the ranks that have not answered."""
     begun: set[int] = field(default_factory=set)
@@ -90,12 +91,21 @@ class Profiling:
 
     def step(self, now: float) -> None:
         if self._current is not None:
+            self._current.futures += [future for _, future in self._commands.take_profiles()]
             self._advance(self._current, now)
         elif self._first is not None and self._have_stepped(now):
             seconds, self._first = self._first, None
             self._begin(seconds, now, [])
         elif self._are_running and (wanted := self._commands.take_profiles()):
             self._begin(max(seconds for seconds, _ in wanted), now, [future for _, future in wanted])
+
+    @property
+    def is_recording(self) -> bool:
+        return self._current is not None and bool(self._current.deadlines)
+
+    @property
+    def is_reading(self) -> bool:
+        return self._current is not None and self._current.result is None
 
     @property
     def _are_running(self) -> bool:
@@ -105,11 +115,11 @@ class Profiling:
         expected = {rank.rank for rank in self._ranks if not rank.is_over}
         return bool(self._stepped) and (expected <= self._stepped or now >= self._stepped_at + BEGIN_TIMEOUT_S)
 
-    def _begin(self, seconds: float, now: float, futures: Sequence[Future[Profile | None]]) -> None:
+    def _begin(self, seconds: float, now: float, futures: list[Future[Profile | None]]) -> None:
         self._current = current = _Profile(len(self.finished) + 1, seconds, futures)
         for rank in self._ranks:
             if rank.is_over:
-                current.missing[rank.rank] = "it has ended"
+                current.missing[rank.rank] = _ENDED
             else:
                 current.deadlines[rank.rank] = now + BEGIN_TIMEOUT_S
                 rank.member.worker.tell(StartProfile(self._task, current.number, seconds))
@@ -136,7 +146,7 @@ class Profiling:
             if rank.rank in current.deadlines and (rank.is_over or now >= current.deadlines[rank.rank]):
                 del current.deadlines[rank.rank]
                 late = _NOT_STORED if rank.rank in current.begun else _NO_ANSWER
-                current.missing[rank.rank] = "it has ended" if rank.is_over else late
+                current.missing[rank.rank] = _ENDED if rank.is_over else late
         if current.deadlines:
             return
         if current.reader is None:
@@ -150,8 +160,11 @@ class Profiling:
             self._deliver(current.result, current.futures)
 
     def _deliver(self, result: Profile, futures: Sequence[Future[Profile | None]] = ()) -> None:
+        is_cut = self._commands.stop or all(rank.is_over for rank in self._ranks)
+        steps = min((each.steps for each in result.ranks), default=0)
+        if steps or not (is_cut and any(each.ranks for each in self.finished)):  # else an earlier one says more
+            self._show(result)
         self.finished.append(result)
-        self._show(result)
         for future in futures:
             future.set_result(result)
 
@@ -160,7 +173,7 @@ class Profiling:
         if self._first is not None and all(rank.done is not None for rank in self._ranks):
             self._deliver(Profile([], missing={rank.rank: _NO_STEP for rank in self._ranks}))
         if self._current is not None:
-            self._current.missing.update(dict.fromkeys(self._current.deadlines, "it has ended"))
+            self._current.missing.update(dict.fromkeys(self._current.deadlines, _ENDED))
             self._current.deadlines.clear()
         since = time.monotonic()
         while (current := self._current) is not None:

@@ -135,7 +135,7 @@ class LaunchResult(Sequence[Any]):
         metrics: Every ``nblaunch.report``, with its rank and time; see `Metrics`.
         logs: The logs of each rank: ``result.logs[1].out`` and ``.err`` are paths, ``.text()`` is all of stdout. Logs
             are kept while this result refers to them, and for the last 50 launches or 1 GB.
-        duration: Seconds from the call until the last rank exited.
+        duration: Seconds from the call until the last rank exited, and its profile was read.
         payload: What was sent to the ranks; see `Sent`.
         profiles: The profiles that were made; see `Launch.profile`.
     """

@@ -26,7 +26,7 @@ from nblaunch.launch.questions import checked_expression, line_of
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.run import stale_names
 from nblaunch.launch.session_ranks import SessionRanks, Ticket
-from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionState, command, restart_command
+from nblaunch.launch.session_state import DEFAULT_NAME, RankHolding, SessionState, command, no_group, restart_command
 from nblaunch.launch.views import preparing
 from nblaunch.machine import arguments, timeouts
 from nblaunch.machine.arguments import named_arguments, seconds
@@ -483,7 +483,7 @@ def session(
     Args:
         num_processes: The number of ranks per node. Default: as for `nblaunch.notebook_launcher`.
         name: The name of the session; several sessions can run at once. Default: ``"main"``. If a session of this name
-            is running and was started with the same arguments, it is returned.
+            is running, it is returned; arguments that are given must be those that it was started with.
         idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
         options: ``engine``, ``num_nodes``, ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``),
             ``threads_per_rank``, ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for
@@ -521,8 +521,8 @@ def session(
 
 
 def _same(running: Session, given: Mapping[str, Any]) -> Session:
-    for option in sorted({*given, *running.given}):
-        has, wanted = running.given.get(option, "default"), given.get(option, "default")
+    for option in sorted(given):
+        has, wanted = running.given.get(option, "default"), given[option]
         if has != wanted:
             raise ArgumentError(
                 f"{option}={wanted!r:.80}: session {running.name} is already running with {option}={has!r:.80}. "
@@ -533,6 +533,8 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
     questions.look(running._ranks)
     while running._ranks.are_dead and running._ranks.queue:  # a restart may bring some
         time.sleep(timeouts.LOG_POLL_S)
+    if dead := no_group(running.name, running._ranks.absent):
+        said = f"is running, but {dead}"
     if running._ranks.are_dead:
         running.restart()
         said = f"had lost its ranks and their variables: started {ranks} again"

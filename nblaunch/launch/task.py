@@ -220,6 +220,8 @@ class Task:
             console.paused_s += now - self._stepped_at
             self._stop_at += now - self._stepped_at
             self.stuck.pause()
+        elif self.profiling is not None and self.profiling.is_recording:  # a rank that returns stores it first
+            self.deadline += now - self._stepped_at
         self._stepped_at = now
         fates = {rank.rank: partial(failures.fate, rank.end, self.sources) for rank in self.present if rank.is_over}
         console.left(fates, is_stopping=self.ladder is not None or self.commands.stop)
@@ -341,6 +343,8 @@ class Task:
         """Return the verdict. Every rank has returned, failed or exited."""
         self._show_states()
         if self.profiling is not None:
+            if self.profiling.is_reading:
+                self.view.on(Note("the ranks have ended; what they have recorded is being read"))
             self.profiling.finish()
         verdict = self.verdict()
         reason = self.ladder.reason if self.ladder is not None else None

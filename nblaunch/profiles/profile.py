@@ -240,7 +240,7 @@ def sentence_of(profile: Profile) -> str:
         else:
             who = f"{_named([each.rank for each in waiting]).capitalize()} wait{'s' * (len(waiting) == 1)}"
         share = statistics.mean(each.share("waiting") for each in waiting)
-        return f"{who} {share:.0%} of the time for rank {latest.rank}{_why_late(latest, waiting)}."
+        return f"{who} {share:.0%} of the time for rank {latest.rank}{_why_late(latest, waiting, share)}."
     share = statistics.mean(each.share("waiting") for each in ranks)
     if share >= _MIN_WAITING:
         return f"Ranks wait {share:.0%} of the time for each other: no single rank is to blame."
@@ -251,7 +251,7 @@ def sentence_of(profile: Profile) -> str:
         return f"{said}{unknown}."
     if means["data"] >= _MIN_DATA:
         return f"Data loading is {means['data']:.0%} of {_step(ranks)}{_at(ranks, 'data')}."
-    if means["other"] >= _MIN_OTHER:
+    if means["other"] >= _MIN_OTHER or means["other"] > max(means["compute"], means["optimizer"]):
         what = "The GPU is idle for" if any(each.has_gpu for each in ranks) else "Code outside of torch takes"
         return f"{what} {means['other']:.0%} of {_step(ranks)}{_at(ranks, 'other')}."
     if means["optimizer"] > means["compute"]:
@@ -269,11 +269,12 @@ def _at(ranks: Sequence[RankProfile], part: Part) -> str:
     return f", most of it in {place}" if place else ""
 
 
-def _why_late(latest: RankProfile, others: Sequence[RankProfile]) -> str:
+def _why_late(latest: RankProfile, others: Sequence[RankProfile], waiting: float) -> str:
+    """Return the part that takes the latest rank longer, if that explains at least half of the waiting."""
     more = {part: latest.share(part) - statistics.mean(each.share(part) for each in others) for part in _WORDS}
     part = max(_WORDS, key=lambda part: more[part])
     own, usual = latest.share(part), latest.share(part) - more[part]
-    if own <= usual:
+    if more[part] < waiting / 2:
         return ", which comes last to the collectives"
     whose = "the other's" if len(others) == 1 else "the others'"
     if own < 20 * usual:

@@ -90,7 +90,7 @@ class Profiler:
     def begin(self, asked: StartProfile) -> None:
         with self._turn:
             problem = "" if self._is_idle.is_set() else "it still stores an earlier profile"
-            problem = problem if asked.task == self._task else "it has ended"
+            problem = problem if asked.task == self._task else "its function has ended"
             if not problem:
                 self._is_idle.clear()
                 self._ends.clear()

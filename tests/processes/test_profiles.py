@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -26,6 +27,8 @@ import nblaunch
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, NblaunchError, RankDiedError, RankLostError
 from nblaunch.launch import run_folders
+from nblaunch.launch.frontend import Frontend
+from nblaunch.launch.views import Event, NullView, ProfileShown
 from nblaunch.notebook.run_table import record_of
 from nblaunch.profiles.profile import PARTS, Part, Profile
 from nblaunch.profiles.spans import minus, total, within
@@ -503,11 +506,61 @@ def test_a_profile_that_no_thread_can_read_says_so(tmp_path: Path, monkeypatch: 
     ended(launch, tmp_path)
 
 
+def test_calls_at_the_same_time_share_one_recording(tmp_path: Path) -> None:
+    launch = begun(train, tmp_path, computes=NAP_S)
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(launch.profile, (2.0, 1.0))
+    assert first is second
+    assert len(ended(launch, tmp_path).profiles) == 1
+
+
+def step_for(seconds: float) -> float:
+    optimizer, end = torch.optim.SGD([torch.zeros(8)], lr=0.1), time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(NAP_S)
+        optimizer.step()
+    return seconds
+
+
+def test_a_time_limit_waits_while_ranks_are_recorded() -> None:
+    with nblaunch.session(2) as session:
+        session.run(step_for, 0.0, view="none")  # imports what an optimizer needs
+        launch = session.run(step_for, 6.0, view="none", timeout=4.0, block=False)
+        launch.ask_profile(9.0)
+        assert list(launch.result()) == [6.0, 6.0]
+        assert [each.missing for each in launch.profiles] == [{}]
+
+
+class Remembers(NullView):
+    """Keeps the profiles that are shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Profile] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, ProfileShown):
+            self.shown.append(event.profile)
+
+
+def test_the_end_of_a_launch_replaces_no_profile_by_half_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = Remembers()
+    monkeypatch.setattr(Frontend, "view", lambda self, choice: view)
+    launch = begun(train, tmp_path, computes=NAP_S)
+    found = launch.profile(0.2)
+    launch.ask_profile(10.0)
+    launch.stop()
+    launch.wait()
+    assert view.shown == [found]
+    assert len(launch.profiles) == 2
+
+
 def test_a_launch_that_is_queued_is_not_waited_for(tmp_path: Path) -> None:
     with nblaunch.session(1) as kept:
         first = kept.run(time.sleep, LONG, block=False, view="none")
         second = kept.run(time.sleep, 0.0, block=False, view="none")
-        with pytest.raises(NblaunchError, match=r"^sleep cannot be profiled now: it is queued, its ranks start, or"):
+        with pytest.raises(NblaunchError, match=r"^sleep cannot be profiled now: it is queued, or its ranks start"):
             second.profile(0.1)
         first.stop()
         first.wait()
@@ -583,7 +636,7 @@ def test_a_run_whose_profile_is_of_an_earlier_attempt_is_attached_to(
     assert [each.rank for each in run.profile(0.2).ranks] == [0, 1]
     monkeypatch.setattr(run, "world_size", 0)  # as while a run waits for nodes
     monkeypatch.setattr("nblaunch.launch.attached.RUNNING_TIMEOUT_S", 0.0)
-    with pytest.raises(NblaunchError, match=r"^fail_once cannot be profiled now: it is queued, its ranks start, or"):
+    with pytest.raises(NblaunchError, match=r"^fail_once cannot be profiled now: it is queued, or its ranks start"):
         run.profile()
     (tmp_path / "fail").touch()
     eventually(lambda: len(list(tmp_path.glob("attempt1/pid?"))) == 2)

@@ -301,6 +301,13 @@ def test_torchs_own_error_gets_a_note_on_the_dead_rank(bereaved: Session) -> Non
     assert getattr(caught.value, "__notes__", []) == [NO_GROUP]
 
 
+def test_a_session_with_a_dead_rank_says_so_when_it_is_asked_for(
+    bereaved: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nblaunch.session(name="deaths") is bereaved
+    assert f"session deaths is running, but {NO_GROUP}" in capsys.readouterr().out
+
+
 def test_a_rank_that_is_left_works_alone(bereaved: Session) -> None:
     assert bereaved.run(worked_alone, view="none", timeout=60)[0] == (0, 2, "cpu", 1.0)
 

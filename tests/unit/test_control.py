@@ -16,6 +16,7 @@ import pytest
 
 from nblaunch.launch.control import ControlLink, ControlServer
 from nblaunch.launch.debug_console import DebugConsole, RemoteConsole
+from nblaunch.launch.run_folders import write_facts
 from nblaunch.wire.messages import Asked, Typed
 from tests.conftest import eventually
 from tests.unit.test_debug_console import Ranks
@@ -45,6 +46,7 @@ class FakeLaunch:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ControlServer]:
+    write_facts(tmp_path, "1-1-abcdef", "train", "")
     made = ControlServer(tmp_path)
     yield made
     made.close()
@@ -191,10 +193,11 @@ def test_another_user_is_refused(server: ControlServer, tmp_path: Path, monkeypa
 def test_a_folder_with_a_long_path_has_a_socket(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
+    write_facts(folder, "1-1-abcdef", "train", "")
     server, launch = ControlServer(folder), FakeLaunch()
     server.control(launch)
     link: Any = ControlLink(folder)
     link.send({"do": "kill"})
     eventually(lambda: launch.asked == ["kill"])
     server.close()
-    assert [*folder.iterdir()] == []
+    assert [path.name for path in folder.iterdir()] == ["run.json"]

@@ -467,6 +467,10 @@ EVEN = rank_of()
             "Rank 0 waits 30% of the time for rank 1, whose idle GPU time takes 2.5 times as long as the other's (",
         ),
         (
+            Profile([rank_of(waiting=0.37), rank_of(1, late=0.37, communication=0.4, data=0.1)]),
+            "Rank 0 waits 37% of the time for rank 1, which comes last to the collectives.",
+        ),
+        (
             Profile([rank_of(communication=0.5)], traffic=Traffic("all_reduce", 8, 1234.0)),
             "Communication is 50% of a step: 1,234 × all_reduce of 8 bytes.",
         ),
@@ -488,6 +492,10 @@ EVEN = rank_of()
             "Communication is 90% of the time: 5 × all_reduce of 67 MB each second.",
         ),
         (Profile([rank_of(data=0.3)]), "Data loading is 30% of a step, most of it in Cell In[2], line 4: work()."),
+        (
+            Profile([rank_of(other=0.36, data=0.2, communication=0.2)]),
+            "Code outside of torch takes 36% of a step, most",
+        ),
         (Profile([rank_of(other=0.5)]), "Code outside of torch takes 50% of a step, most of it in Cell In[2], line 4"),
         (
             Profile([on_gpu(rank_of(other=0.6))]),
