@@ -34,7 +34,7 @@ from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.transfer.parcel import sent_data_cache
 from nblaunch.wire import launch_files
 
-LONG = 180.0
+LONG = 300.0
 """Timeout in seconds for what must come true. Only a failing test waits that long, so a slow machine may take it."""
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # jsonschema does without; it takes 2 s
 MARK = "NBLAUNCH_TEST_RUN"

@@ -112,12 +112,17 @@ class Lab:
         write_notebook(self.folder / SHARED, SETUP, *cells)
         self.open(SHARED)
         run_all(self.page)
-        try:
-            self.panel.wait_for()
-        except TooLateError:
-            seen = "\n".join(self.page.locator(".jp-CodeCell").all_inner_texts())
-            raise AssertionError(f"no panel is shown:\n{seen}") from None
+        self._await(self.panel, LONG)
         return self.panel
+
+    def _await(self, shown: Locator, seconds: float) -> None:
+        """Wait until a part of a panel is shown; if it is not, say what the page shows."""
+        try:
+            shown.wait_for(timeout=seconds * 1000)
+        except TooLateError:
+            pills = self.page.locator(".nbl-pill").all_inner_texts()
+            seen = "\n".join(self.page.locator(".jp-CodeCell").all_inner_texts())
+            raise AssertionError(f"{shown} is not shown; panels: {pills}\n{seen}") from None
 
     @property
     def panel(self) -> Locator:
@@ -129,7 +134,7 @@ class Lab:
         return self.panel.locator(".nbl-pill").inner_text().strip().lower()
 
     def wait_for_state(self, state: str, seconds: float = LONG) -> None:
-        self.panel.locator(f'.nbl-pill[data-state="{state}"]').wait_for(timeout=seconds * 1000)
+        self._await(self.panel.locator(f'.nbl-pill[data-state="{state}"]'), seconds)
 
     def button(self, name: str) -> Locator:
         return self.panel.get_by_role("button", name=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.browser.cells import TRAINS
@@ -32,14 +34,20 @@ def test_a_reload_restores_the_panel_of_a_blocking_cell(fresh_lab: Lab) -> None:
     lab.page.locator(".jp-OutputArea-executeResult", has_text="['stopped', 0, 1, 2]").wait_for()
 
 
-def test_of_two_hundred_thousand_lines_only_those_in_sight_are_in_the_page(lab: Lab) -> None:
-    prints = """
+def test_of_two_hundred_thousand_lines_only_those_in_sight_are_in_the_page(lab: Lab, tmp_path: Path) -> None:
+    enough = tmp_path / "enough"
+    prints = f"""
+import os, time
 def prints(rank):
     for number in range(100_000):
-        print(f"line {number:06d} of rank {rank}")
+        print(f"line {{number:06d}} of rank {{rank}}")
+    while not os.path.exists({str(enough)!r}):
+        time.sleep(0.1)
 result = notebook_launcher(prints, num_processes=2)
 """
     lab.run(prints)
+    lab.wait_for_state("running")  # not over before the page shows its panel
+    enough.touch()
     lab.wait_for_state("finished")
     lab.log_says("line 099999 of rank")  # of the rank that printed last
     lab.page.evaluate(_SCROLLED)
