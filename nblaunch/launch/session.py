@@ -533,11 +533,11 @@ def _same(running: Session, given: Mapping[str, Any]) -> Session:
     questions.look(running._ranks)
     while running._ranks.are_dead and running._ranks.queue:  # a restart may bring some
         time.sleep(timeouts.LOG_POLL_S)
-    if dead := no_group(running.name, running._ranks.absent):
-        said = f"is running, but {dead}"
     if running._ranks.are_dead:
         running.restart()
         said = f"had lost its ranks and their variables: started {ranks} again"
+    elif dead := no_group(running.name, running._ranks.absent):
+        said = f"is running, but {dead}"
     host().writer()(f"session {running.name} {said}\n", "out")
     _register(running, True)
     return running

@@ -34,6 +34,9 @@ from nblaunch.machine.inventory import this_process
 from nblaunch.transfer.sent_names import SentNames
 from nblaunch.wire.messages import Bound, RankExited, SentName, Settings, Source, World
 
+_EXIT_REPORT_TIMEOUT_S = 2.0
+"""For a rank's exit to be reported after its process has gone."""
+
 
 class BusyError(StartError):
     """The ranks run something else, or do not answer."""
@@ -208,7 +211,7 @@ class SessionRanks:
 
     def _note_exits(self) -> None:
         """Read what has come since the last task. A local rank's exit is reported just after its process has gone."""
-        deadline, seconds = time.monotonic() + timeouts.EXIT_REPORT_TIMEOUT_S, 0.0
+        deadline, seconds = time.monotonic() + _EXIT_REPORT_TIMEOUT_S, 0.0
         while not self.group.is_over:
             self._drain(seconds)
             here = [rank for rank in self.present if not self.plan.places[rank].host]

@@ -95,9 +95,15 @@ def alive(pid: int) -> bool:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] != b"Z"
+    with contextlib.suppress(OSError, IndexError):
+        return _stat(pid)[0] != b"Z"
     return True
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of a process after its name: its state, its parent and more."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def raise_oom_score() -> None:
@@ -123,8 +129,7 @@ def parents_of_all() -> dict[int, int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):  # the process has ended
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+                parents[int(name)] = int(_stat(int(name))[1])
     return parents
 
 

@@ -50,8 +50,6 @@ EXIT_TIMEOUT_S = 30.0
 """For a rank's exit (atexit functions, torch's clean-up) after its threads have ended."""
 STOP_EXIT_TIMEOUT_S = 1.0
 """The same while the other ranks are being stopped."""
-EXIT_REPORT_TIMEOUT_S = 2.0
-"""For a rank's exit to be reported after its process has gone."""
 ACK_TIMEOUT_S = 3.0
 """For the acknowledgement of SIGINT. Python handles it between two instructions: a large product delays it."""
 STUCK_POLL_S = 1.0

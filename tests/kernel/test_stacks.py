@@ -30,8 +30,14 @@ def test_stacks_lists_where_each_rank_of_each_launch_is(kernel: Kernel, folder: 
     kernel.run("job = notebook_launcher(train, num_processes=2, block=False, view='none')").check()
     eventually(lambda: ready(folder))
 
-    while (text := shown(kernel)).count(", in train\n") < 2:  # a rank has 2 s to answer
-        pass
+    texts: list[str] = []
+
+    def have_answered() -> bool:  # a rank has 2 s to do so
+        texts.append(shown(kernel))
+        return texts[-1].count(", in train\n") == 2
+
+    eventually(have_answered)
+    text = texts[-1]
 
     assert re.match(r"<Launch .* of train: 2 ranks, running for \d+ s>\n", text)
     for rank in range(2):

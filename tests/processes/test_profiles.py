@@ -28,14 +28,14 @@ from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, NblaunchError, RankDiedError, RankLostError
 from nblaunch.launch import run_folders
 from nblaunch.launch.frontend import Frontend
-from nblaunch.launch.views import Event, NullView, ProfileShown
+from nblaunch.launch.views import ProfileShown
 from nblaunch.notebook.run_table import record_of
 from nblaunch.profiles.profile import PARTS, Part, Profile
 from nblaunch.profiles.spans import minus, total, within
 from nblaunch.ranks import profiler
 from tests.conftest import LONG, eventually, parent_of
 from tests.processes.test_stacks import begin, lock_twice_with_the_gil, pid_of, ready
-from tests.processes.test_stuck import _without_hook  # noqa: F401  # a fixture that pytest finds by name
+from tests.processes.test_stuck import Remembers, _without_hook  # noqa: F401  # a fixture that pytest finds by name
 
 NAP_S = 0.04
 """Much longer than what a busy machine adds to a step."""
@@ -531,28 +531,17 @@ def test_a_time_limit_waits_while_ranks_are_recorded() -> None:
         assert [each.missing for each in launch.profiles] == [{}]
 
 
-class Remembers(NullView):
-    """Keeps the profiles that are shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[Profile] = []
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, ProfileShown):
-            self.shown.append(event.profile)
-
-
 def test_the_end_of_a_launch_replaces_no_profile_by_half_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = Remembers()
+    view = Remembers(ProfileShown)
     monkeypatch.setattr(Frontend, "view", lambda self, choice: view)
     launch = begun(train, tmp_path, computes=NAP_S)
     found = launch.profile(0.2)
     launch.ask_profile(10.0)
     launch.stop()
     launch.wait()
-    assert view.shown == [found]
+    assert view.shown == [ProfileShown(found)]
     assert len(launch.profiles) == 2
 
 

@@ -180,13 +180,14 @@ def test_a_torch_without_hooks_shows_the_same(launch: Launcher, capsys: pytest.C
 
 
 class Remembers(NullView):
-    """Keeps what is shown of stuck ranks."""
+    """Keeps the events of one kind that are shown."""
 
-    def __init__(self) -> None:
-        self.shown: list[Stuck] = []
+    def __init__(self, kind: type[Event]) -> None:
+        self.kind = kind
+        self.shown: list[Any] = []
 
     def on(self, event: Event) -> None:
-        if isinstance(event, Stuck):
+        if isinstance(event, self.kind):
             self.shown.append(event)
 
 
@@ -199,7 +200,7 @@ def waits_twice(files: str, rank: int) -> None:
 
 
 def test_the_reason_goes_when_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = Remembers()
+    view = Remembers(Stuck)
     monkeypatch.setattr(Frontend, "view", lambda self, choice: view)
     monkeypatch.setattr(timeouts, "STUCK_AFTER_S", 3.0)  # longer than ranks start apart
     launch: Any = nblaunch.notebook_launcher(waits_twice, (str(tmp_path / "go"),), num_processes=2, block=False)
