@@ -11,6 +11,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +161,10 @@ def depth_below(pid: int) -> int:
 
 
 def stuck_in_c(begun: str, rank: int) -> None:
+    """Make a folder and never return, both in C: between two lines, an interrupt would end the task."""
     if rank == 0:
-        Path(begun).touch()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+        never = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2**31 - 1)
+        list(map(methodcaller("__call__"), (partial(os.mkdir, begun), never)))
     dist.barrier()
 
 
