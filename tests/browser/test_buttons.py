@@ -86,12 +86,13 @@ def test_stacks_show_ranks_that_only_a_second_click_kills(lab: Lab) -> None:
     ignores = f"""
 import time
 def ignores():
-    print("begun", flush=True)
+    says = "begun"
     while True:
         try:
+            print(says, flush=True)
             time.sleep(100)
         except KeyboardInterrupt:
-            print("not now", flush=True)
+            says = "not now"
 notebook_launcher(ignores, num_processes=2, stop_grace={GRACE})
 """
     lab.run(ignores)

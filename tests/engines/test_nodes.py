@@ -94,8 +94,8 @@ def test_ranks_are_profiled_on_both_nodes(launch: Launcher) -> None:
 
 def test_a_stop_lets_ranks_finish_on_every_node(launch: Launcher) -> None:
     def work() -> None:
-        print("begun", flush=True)
         try:
+            print("begun", flush=True)
             time.sleep(600)
         finally:
             print("saved")

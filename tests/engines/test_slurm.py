@@ -38,8 +38,8 @@ def hosts() -> tuple[str, list[str]]:
 
 
 def work() -> None:
-    print("begun", flush=True)
     try:
+        print("begun", flush=True)
         time.sleep(600)
     finally:
         time.sleep(0.5)

@@ -171,7 +171,7 @@ def test_a_kernel_restart_kills_the_ranks_and_launches_work_again(own_kernel: Ke
 def test_an_interrupt_ends_the_cell_although_the_ranks_return(kernel: Kernel) -> None:
     """Or Stop could not end a loop of launches."""
     kernel.run(
-        "def saves(rank):\n    import time\n    print('waiting')\n    try:\n        time.sleep(600)\n"
+        "def saves(rank):\n    import time\n    try:\n        print('waiting')\n        time.sleep(600)\n"
         "    except KeyboardInterrupt:\n        return f'saved {rank}'\n"
     ).check()
     request = kernel.start_cell(

@@ -317,9 +317,10 @@ def test_status_lists_launches_and_stop_ends_them(kernel: Kernel) -> None:
 
 def test_an_interrupt_while_stop_waits_kills(kernel: Kernel, folder: Path) -> None:
     body = (
-        "import time\ntry:\n    time.sleep(600)\nfinally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(99)"
+        "import time\ntry:\n    (folder / f'running{rank}').touch()\n    time.sleep(600)\n"
+        "finally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(99)"
     )
-    kernel.run(f"%%distributed -n 2 --background -o stubborn\n(folder / f'running{{rank}}').touch()\n{body}").check()
+    kernel.run(f"%%distributed -n 2 --background -o stubborn\n{body}").check()
     eventually(lambda: len([*folder.glob("running*")]) == 2)
     request = kernel.start_cell("%distributed stop")
     eventually(lambda: len([*folder.glob("stopping*")]) == 2)

@@ -1135,7 +1135,7 @@ def test_a_reload_of_the_extension_keeps_sessions(kernel: Kernel) -> None:
 
 def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name stubborn").check()
-    body = "print('begun', flush=True)\ntry: time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
+    body = "try: print('begun', flush=True); time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
     request = kernel.start_cell(f"%%distributed --session stubborn\n{body}")
     for shown in ("[rank 0] begun", "s left; interrupt twice more to kill now", "s left; interrupt again to kill now"):
         kernel.finish_cell(request, until=shown)
@@ -1151,7 +1151,7 @@ def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
 
 def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("slow = nblaunch.session(1, name='slow')").check()
-    body = "print('begun', flush=True)\ntry: time.sleep(60)\nfinally: print('ending', flush=True); time.sleep(60)"
+    body = "try: print('begun', flush=True); time.sleep(60)\nfinally: print('ending', flush=True); time.sleep(60)"
     running = kernel.start_cell(f"%%distributed --background --session slow\n{body}")
     kernel.follow_cell(running, "[rank 0] begun")
     request = kernel.start_cell("slow.stop()")

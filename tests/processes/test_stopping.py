@@ -66,8 +66,8 @@ def count_interrupts(rank: int, folder: Path) -> int:
 
 def write_checkpoint(rank: int, folder: Path, seconds: float) -> None:
     """Wait to be interrupted, and write a checkpoint of ten parts in `finally`."""
-    note(folder, "ready", rank)
     try:
+        note(folder, "ready", rank)
         time.sleep(LONG)
     finally:
         for part in range(10):
