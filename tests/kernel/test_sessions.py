@@ -54,11 +54,14 @@ def on_ranks(kernel: Kernel, body: str, options: str = "") -> list[object]:
     return list(kernel.ask("list(_result)"))
 
 
-def interrupted(kernel: Kernel, body: str, shown: str = "begun") -> Cell:
-    """Interrupt a cell once both ranks have printed `shown`."""
-    request = kernel.start_cell(f"%%distributed\nprint('{shown}', flush=True)\n{body}")
-    kernel.finish_cell(request, until=f"[rank 0] {shown}")
-    kernel.finish_cell(request, until=f"[rank 1] {shown}")
+BEGUN = "print('begun', flush=True)"
+
+
+def interrupted(kernel: Kernel, body: str) -> Cell:
+    """Interrupt a cell of which `BEGUN` is a line, once both ranks have executed that."""
+    request = kernel.start_cell(f"%%distributed\n{body}")
+    for rank in range(2):
+        kernel.finish_cell(request, until=f"[rank {rank}] begun")
     kernel.interrupt()
     return kernel.finish_cell(request)
 
@@ -586,14 +589,14 @@ def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
     ids=["a collective", "Python", "recv"],
 )
 def test_an_interrupt_keeps_the_variables(kernel: Kernel, body: str) -> None:
-    cell = interrupted(kernel, f"state = rank + 5\n{body}")
+    cell = interrupted(kernel, f"state = rank + 5\n{BEGUN}\n{body}")
     assert cell.error.startswith("KeyboardInterrupt")
     assert on_ranks(kernel, f"{REDUCES} + state") == [7.0, 8.0]
 
 
 def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
-    cell = interrupted(kernel, "ddp(torch.ones(2)).sum().backward() if rank == 0 else time.sleep(100)")
+    cell = interrupted(kernel, f"{BEGUN}\nddp(torch.ones(2)).sum().backward() if rank == 0 else time.sleep(100)")
     assert cell.error.startswith("KeyboardInterrupt")
     assert "ddp: made for the old process group" in cell.text
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp.module)").check()
@@ -848,7 +851,7 @@ def test_a_signal_that_comes_too_early_to_end_a_call_is_sent_again(kernel: Kerne
     )
     before = on_ranks(kernel, f"{loses}\nos.getpid()")
     try:
-        assert interrupted(kernel, "time.sleep(600)").error.startswith("KeyboardInterrupt")
+        assert interrupted(kernel, f"{BEGUN}\ntime.sleep(600)").error.startswith("KeyboardInterrupt")
         assert on_ranks(kernel, "len(sent), os.getpid()") == [(1, pid) for pid in before]
     finally:
         kernel.run("%%distributed\nsignal.pthread_kill = real").check()
@@ -868,7 +871,7 @@ def test_a_collective_in_finally_ends(kernel: Kernel) -> None:
     saves = "    time.sleep(1)\n    dist.barrier()\n    saved = True"
     patient = "from nblaunch.machine import timeouts\nbefore = timeouts.FREE_DELAY_S"
     kernel.run(f"{patient}\ntimeouts.FREE_DELAY_S = 60.0").check()
-    cell = interrupted(kernel, f"try: time.sleep(100)\nfinally:\n{saves}")
+    cell = interrupted(kernel, f"try: {BEGUN}; time.sleep(100)\nfinally:\n{saves}")
     kernel.run("timeouts.FREE_DELAY_S = before").check()
     assert cell.error.startswith("KeyboardInterrupt")
     assert on_ranks(kernel, "saved") == [True, True]
@@ -1135,7 +1138,7 @@ def test_a_reload_of_the_extension_keeps_sessions(kernel: Kernel) -> None:
 
 def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name stubborn").check()
-    body = "try: print('begun', flush=True); time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
+    body = f"try: {BEGUN}; time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
     request = kernel.start_cell(f"%%distributed --session stubborn\n{body}")
     for shown in ("[rank 0] begun", "s left; interrupt twice more to kill now", "s left; interrupt again to kill now"):
         kernel.finish_cell(request, until=shown)
@@ -1151,7 +1154,7 @@ def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
 
 def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("slow = nblaunch.session(1, name='slow')").check()
-    body = "try: print('begun', flush=True); time.sleep(60)\nfinally: print('ending', flush=True); time.sleep(60)"
+    body = f"try: {BEGUN}; time.sleep(60)\nfinally: print('ending', flush=True); time.sleep(60)"
     running = kernel.start_cell(f"%%distributed --background --session slow\n{body}")
     kernel.follow_cell(running, "[rank 0] begun")
     request = kernel.start_cell("slow.stop()")

@@ -148,8 +148,7 @@ class Notes:
     def on_step_end(self, trainer, loss):
         pids.add(os.getpid())
         if trainer.step == wait_at:
-            print("waiting", flush=True)
-            threading.Event().wait()
+            wait_until_asked()
 
 def new_trainer(epochs=3, **config):
     torch.manual_seed(0)
@@ -164,6 +163,7 @@ def wait_until_asked():
     from nblaunch.training.step_boundaries import StepBoundaries
     asked, ask = threading.Event(), StepBoundaries.ask
     StepBoundaries.ask = lambda self: (ask(self), asked.set())
+    print("waiting", flush=True)
     while not asked.is_set():
         time.sleep(0.01)
 """
@@ -183,7 +183,7 @@ def test_one_rank_trains_in_the_notebook_and_shows_a_line(cells: Kernel) -> None
 
 
 def test_an_interrupt_brings_back_weights_and_says_what_is_next(cells: Kernel, folder: Path) -> None:
-    define = IN_PLACE.replace("nprocs=1", "nprocs=2").replace("threading.Event().wait()", "wait_until_asked()")
+    define = IN_PLACE.replace("nprocs=1", "nprocs=2")
     cells.run(f"{define}{WAITS_UNTIL_ASKED}wait_at = 6\nbroken = new_trainer()").check()
     request = cells.start_cell("broken.fit(data)")
     cells.follow_cell(request, "waiting")
