@@ -52,6 +52,12 @@ class OtherPage:
         shown.expose_function("control", self._control)
         shown.add_script_tag(path=str(Path(__file__).with_name("other_page.js")))
 
+    def start_waiting(self) -> str:
+        """Start a cell of which rank 1 has printed all that it prints."""
+        request = self.page.start(WAITS)
+        self.page.take_until(lambda: "line 49 of rank 1" in self.page.log(1).values())
+        return request
+
     def open(self, is_vscode: bool) -> None:
         """Draw the panel now: what came before is lost."""
         models = {"scripts": {"script": script(), "sheet": style()}} if is_vscode else {}
@@ -112,8 +118,7 @@ def other(chromium: BrowserContext, kernel: Kernel) -> Iterator[OtherPage]:
 
 
 def test_in_vscode_a_panel_that_is_drawn_late_is_whole(other: OtherPage) -> None:
-    request = other.page.start(WAITS)
-    other.page.take_until(lambda: other.page.log(1))
+    request = other.start_waiting()
     other.open(is_vscode=True)
     other.click("Stacks")
     assert other.says("No stacks: the kernel does not answer while a cell runs.")
@@ -132,8 +137,7 @@ def test_in_vscode_a_panel_that_is_drawn_late_is_whole(other: OtherPage) -> None
 def test_in_colab_stop_points_at_the_notebooks_button(other: OtherPage) -> None:
     carries = "import sys, types; sys.modules['google.colab.output'] = types.SimpleNamespace(_widgets=types."
     other.page.run(f"{carries}SimpleNamespace(_installed_url='x'), enable_custom_widget_manager=lambda: None)")
-    request = other.page.start(WAITS)
-    other.page.take_until(lambda: other.page.log(1))
+    request = other.start_waiting()
     other.open(is_vscode=False)
     other.click("Stop")
     assert other.says("use the notebook's Interrupt button")
