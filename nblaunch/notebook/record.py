@@ -371,7 +371,7 @@ def _operations(profile: Profile) -> str:
     rows = [_row(["", "line", *(f"rank&nbsp;{rank}" for rank in ranks)], left=2, is_head=True)]
     for each in profile.operations:
         times = [
-            f"{1000 * each.seconds[rank]:,.0f}&nbsp;ms{_calls(each.calls[rank])}" if rank in each.seconds else "–"
+            f"{1000 * each.seconds[rank]:,.0f}&nbsp;ms{_calls(each.calls[rank])}" if each.seconds.get(rank) else "–"
             for rank in ranks
         ]
         name = f'<span title="{_text(each.name, 300, in_attribute=True)}">{_text(each.name, 60)}</span>'

@@ -82,8 +82,8 @@ class Operation:
     """An operation of torch, a kernel of the GPU, or a collective.
 
     Attributes:
-        seconds: By rank: the time in it, without the operations that it calls; of a collective, without the time in
-            which the rank computes meanwhile.
+        seconds: By rank, 0 where it is not called: the time in it, without the operations that it calls; of a
+            collective, without the time in which the rank computes meanwhile.
         calls: By rank.
         place: The user's line that calls it most often; None if unknown.
     """

@@ -21,7 +21,7 @@ from typing import Any
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.profiles.profile import PARTS, Operation, Place, Profile, RankProfile, Traffic
 from nblaunch.profiles.spans import Span, minus, overlap, total, union, within
-from nblaunch.profiles.timeline import Collective, Timeline, shift_of, timeline
+from nblaunch.profiles.timeline import Collective, Costs, Timeline, shift_of, timeline
 from nblaunch.wire.tables import Begun, members_of
 
 _MAX_OPERATIONS = 10
@@ -175,7 +175,7 @@ def _most_expensive(timelines: Sequence[Timeline]) -> list[Operation]:
         seconds.update({name: costs.seconds for name, costs in each.operations.items()})
     operations = []
     for name, _ in seconds.most_common(_MAX_OPERATIONS):
-        own = {each.rank: each.operations[name] for each in timelines if name in each.operations}
+        own = {each.rank: each.operations.get(name, Costs()) for each in timelines}
         places = sum((costs.places for costs in own.values()), Counter[Place]())
         operations.append(
             Operation(

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -212,6 +213,17 @@ def test_operations_have_their_own_time_and_the_line_that_calls_them() -> None:
     assert (found["aten::linear"].calls[0], found["aten::addmm"].calls[0]) == (2, 1)
     assert found["aten::addmm"].place == Place("/cell.py", 9)
     assert found["outside of torch"].seconds[0] == pytest.approx(0.04)
+
+
+def test_an_operation_that_a_rank_does_not_call_takes_it_no_time() -> None:
+    other = Rank(1)
+    other.op("aten::linear", 0, 50)
+    profile = compared(Rank(), other)
+    (found,) = [each for each in profile.operations if each.name == "aten::linear"]
+    assert found.seconds == {0: 0.0, 1: pytest.approx(0.05)}
+    assert found.calls == {0: 0, 1: 1}
+    assert "25.0 ms  aten::linear" in repr(profile)
+    assert re.search(r"aten::linear\W+–\W+50\xa0ms", as_text(profile_html(profile)))
 
 
 def test_only_the_ten_dearest_operations_are_kept() -> None:
