@@ -125,6 +125,15 @@ class Kernel:
         return list(self.client.get_shell_msg(timeout=LONG)["content"]["matches"])
 
     @contextmanager
+    def changed(self, module: str, name: str, value: float) -> Iterator[None]:
+        """Give a constant in the kernel another value meanwhile."""
+        constant = f"__import__({module!r}, fromlist=['']).{name}"
+        before = self.ask(constant)
+        self.run(f"{constant} = {value}").check()
+        yield
+        self.run(f"{constant} = {before}").check()
+
+    @contextmanager
     def another_client(self) -> Iterator[Kernel]:
         """The same kernel as another page has it."""
         client = self.manager.blocking_client()

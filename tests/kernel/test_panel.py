@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -36,18 +35,8 @@ def fresh_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield kernel
 
 
-@contextmanager
-def _changed(kernel: Kernel, module: str, name: str, value: float) -> Iterator[None]:
-    """Give a constant in the kernel another value meanwhile."""
-    constant = f"importlib.import_module({module!r}).{name}"
-    before = kernel.ask(f"__import__({module!r}, fromlist=['']).{name}")
-    kernel.run(f"import importlib; {constant} = {value}").check()
-    yield
-    kernel.run(f"import importlib; {constant} = {before}").check()
-
-
 def test_a_launch_is_one_display_that_ends_as_its_record(page: Page) -> None:
-    with _changed(page.kernel, "nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600):
+    with page.kernel.changed("nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600):
         page.run(PRINTS + "notebook_launcher(prints, args=(50,), num_processes=2)")
     assert len(page.displays) <= 2
     assert "Finished in" in page.displays[-1]["text/plain"]
@@ -67,8 +56,8 @@ def test_what_the_cell_has_printed_before_stays_above(page: Page) -> None:
 
 
 def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
-    preparing = _changed(page.kernel, "nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600)
-    with preparing, _changed(page.kernel, "nblaunch.notebook.panel", "SHOW_DELAY_S", 600):
+    preparing = page.kernel.changed("nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600)
+    with preparing, page.kernel.changed("nblaunch.notebook.panel", "SHOW_DELAY_S", 600):
         page.run("notebook_launcher(lambda: print('hello'), num_processes=2)")
         page.run("1 + 1")
     assert page.panel == ""

@@ -613,10 +613,8 @@ def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel
 def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None:
     kernel.run("%distributed session regroup").check()
     kernel.run("%%distributed\nown = dist.new_group()").check()
-    patient = "from nblaunch.machine import timeouts\nbefore = timeouts.PEER_FAILURE_WAIT_S"
-    kernel.run(f"{patient}\ntimeouts.PEER_FAILURE_WAIT_S = 60.0").check()
-    cell = kernel.run("%%distributed\nt = torch.ones(1)\ndist.barrier()\n1 / 0")
-    kernel.run("timeouts.PEER_FAILURE_WAIT_S = before").check()
+    with kernel.changed("nblaunch.machine.timeouts", "PEER_FAILURE_WAIT_S", 60.0):
+        cell = kernel.run("%%distributed\nt = torch.ones(1)\ndist.barrier()\n1 / 0")
     assert cell.error.startswith("ZeroDivisionError")
     assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
     cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
@@ -869,10 +867,8 @@ def test_a_restarted_rank_has_the_notebooks_settings(kernel: Kernel) -> None:
 
 def test_a_collective_in_finally_ends(kernel: Kernel) -> None:
     saves = "    time.sleep(1)\n    dist.barrier()\n    saved = True"
-    patient = "from nblaunch.machine import timeouts\nbefore = timeouts.FREE_DELAY_S"
-    kernel.run(f"{patient}\ntimeouts.FREE_DELAY_S = 60.0").check()
-    cell = interrupted(kernel, f"try: {BEGUN}; time.sleep(100)\nfinally:\n{saves}")
-    kernel.run("timeouts.FREE_DELAY_S = before").check()
+    with kernel.changed("nblaunch.machine.timeouts", "FREE_DELAY_S", 60.0):
+        cell = interrupted(kernel, f"try: {BEGUN}; time.sleep(100)\nfinally:\n{saves}")
     assert cell.error.startswith("KeyboardInterrupt")
     assert on_ranks(kernel, "saved") == [True, True]
 
@@ -1207,13 +1203,11 @@ def test_an_interrupt_of_a_stop_that_waits_kills_the_ranks(kernel: Kernel, tmp_p
     kernel.run("%distributed session -n 2 --name ending").check()
     hangs = f"open({str(tmp_path / 'begun')!r}, 'w').close(), time.sleep(600)"
     pids = on_ranks(kernel, f"import atexit\natexit.register(lambda: ({hangs}))\nos.getpid()", "--session ending")
-    kernel.run("from nblaunch.machine import timeouts\nbefore = timeouts.KEPT_EXIT_TIMEOUT_S").check()
-    kernel.run("timeouts.KEPT_EXIT_TIMEOUT_S = 600.0").check()
-    request = kernel.start_cell("%distributed session stop --name ending")
-    eventually((tmp_path / "begun").exists)
-    kernel.interrupt()
-    cell = kernel.finish_cell(request)
-    kernel.run("timeouts.KEPT_EXIT_TIMEOUT_S = before").check()
+    with kernel.changed("nblaunch.machine.timeouts", "KEPT_EXIT_TIMEOUT_S", 600.0):
+        request = kernel.start_cell("%distributed session stop --name ending")
+        eventually((tmp_path / "begun").exists)
+        kernel.interrupt()
+        cell = kernel.finish_cell(request)
     assert cell.error.startswith("KeyboardInterrupt")
     eventually(lambda: not any(alive(int(str(pid))) for pid in pids))
     kernel.run("%distributed session -n 2 --name ending").check()

@@ -75,11 +75,8 @@ def test_a_cell_that_blocks_can_be_asked_from_another_thread(kernel: Kernel, fol
 
 
 def test_a_timeout_names_the_cells_line(kernel: Kernel, folder: Path) -> None:
-    patient = "from nblaunch.machine import timeouts\nbefore = timeouts.TIMEOUT_STACKS_S"
-    kernel.run(f"{patient}\ntimeouts.TIMEOUT_STACKS_S = 60.0").check()
-    cell = kernel.run("%%distributed -n 2 --timeout 6\nimport time\ntime.sleep(600)")
-    kernel.run("timeouts.TIMEOUT_STACKS_S = before").check()
-
+    with kernel.changed("nblaunch.machine.timeouts", "TIMEOUT_STACKS_S", 60.0):
+        cell = kernel.run("%%distributed -n 2 --timeout 6\nimport time\ntime.sleep(600)")
     places = r"(\n    rank \d was in Cell In\[\d+\], line 3: time\.sleep\(600\)){2}\nLogs: "
     assert re.match(
         rf"LaunchTimeoutError: Cell In\[\d+\] took longer than timeout=6 s and was stopped\.{places}", cell.error
