@@ -40,7 +40,8 @@ def served(page: Page) -> Iterator[Kernel]:
     app = "get_ipython().kernel.parent"
     page.kernel.run(f"import builtins; builtins.own_file = {app}.connection_file").check()
     page.kernel.run(f"{app}.connection_file = {made.stdout.strip()!r}").check()
-    yield page.kernel
+    with page.kernel.changed("nblaunch.launch.views", "PREPARING_NOTE_DELAY_S", 600):  # a display of its own
+        yield page.kernel
     page.kernel.run(f"{app}.connection_file = own_file").check()
 
 
