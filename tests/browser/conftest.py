@@ -141,7 +141,7 @@ class Lab:
 
     def log_says(self, text: str, seconds: float = LONG) -> None:
         """Wait until the panel's log shows this."""
-        self.panel.locator(".nbl-log", has_text=text).wait_for(timeout=seconds * 1000)
+        self._await(self.panel.locator(".nbl-log", has_text=text), seconds)
 
     def find(self, text: str) -> None:
         """Search the log for a text, and wait until it is shown."""
