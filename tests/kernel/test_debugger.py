@@ -252,17 +252,13 @@ list(torch.utils.data.DataLoader(Data(), num_workers=1))"""
 # ------------------------------------------------------------------ time, stops and deaths
 @pytest.mark.parametrize("typed", ["", "import time; print('sleeps', flush=True); time.sleep(600)"])
 def test_an_interrupt_ends_the_debugging_and_a_typed_statement(kernel: Kernel, typed: str) -> None:
-    module = "nblaunch.notebook.notebook_frontend"
-    kernel.run(
-        f"import {module} as frontend\nbefore, frontend._SERVE_INTERVAL_S = frontend._SERVE_INTERVAL_S, 0"
-    ).check()
-    request = kernel.start_cell(STOPS + RUN)
-    kernel.wait_for_prompt()
-    if typed:
-        kernel.client.input(typed)
-    kernel.interrupt()
-    cell = kernel.finish_cell(request)
-    kernel.run("frontend._SERVE_INTERVAL_S = before").check()
+    with kernel.changed("nblaunch.notebook.notebook_frontend", "_SERVE_INTERVAL_S", 0):
+        request = kernel.start_cell(STOPS + RUN)
+        kernel.wait_for_prompt()
+        if typed:
+            kernel.client.input(typed)
+        kernel.interrupt()
+        cell = kernel.finish_cell(request)
     assert cell.error.startswith("KeyboardInterrupt")
 
 

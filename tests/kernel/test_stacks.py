@@ -11,10 +11,11 @@ from tests.kernel.harness import Kernel
 TRAIN = """\
 import time
 def train(rank):
-    (folder / f"ready{rank}").touch()
-    while not (folder / "leave").exists():
-        time.sleep(0.02)
+    leave = folder / "leave"
+    while not leave.exists():
+        time.sleep(0.02); (folder / f"ready{rank}").touch()
 """
+"""It says that it is in its loop from a line of the loop."""
 
 
 def ready(folder: Path) -> bool:
@@ -43,7 +44,7 @@ def test_stacks_lists_where_each_rank_of_each_launch_is(kernel: Kernel, folder: 
     for rank in range(2):
         assert re.search(
             rf"\n\nrank {rank}\n  Main thread \(most recent call last\):\n"
-            r"    Cell In\[\d+\], line [345], in train\n      (\(folder / f.ready|while not|time\.sleep\(0\.02\))",
+            r"    Cell In\[\d+\], line [45], in train\n      (while not|time\.sleep\(0\.02\))",
             text,
         )
     assert "nblaunch" not in text
@@ -65,13 +66,12 @@ def test_a_cell_that_blocks_can_be_asked_from_another_thread(kernel: Kernel, fol
         "threading.Thread(target=ask, daemon=True).start()"
     ).check()
 
-    body = "(folder / f'ready{rank}').touch()\nwhile not (folder / 'leave').exists(): time.sleep(0.02)"
+    body = "import time\nwhile not (folder / 'leave').exists(): time.sleep(0.02); (folder / f'ready{rank}').touch()"
     kernel.run(f"%%distributed -n 2 --view none\n{body}").check()
 
     found = kernel.ask("found")
     assert sorted(found) == [0, 1]
-    line = r"\n  Cell In\[\d+\], line [23], in <module>\n    (\(folder / f.ready|while not)"
-    assert all(re.search(line, text) for text in found.values()), found
+    assert all(re.search(r"\n  Cell In\[\d+\], line 3, in <module>\n    while not", text) for text in found.values())
 
 
 def test_a_timeout_names_the_cells_line(kernel: Kernel, folder: Path) -> None:

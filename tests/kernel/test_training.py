@@ -142,7 +142,7 @@ from nblaunch.training import TrainConfig, Trainer
 torch.manual_seed(0)
 inputs = torch.randn(40, 2)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-pids, reached = set(), []
+pids = set()
 
 class Notes:
     def on_step_end(self, trainer, loss):
@@ -156,8 +156,7 @@ def new_trainer(epochs=3, **config):
     config = TrainConfig(nprocs=1, epochs=epochs, batch_size=8, compute_setup="cpu", log_every=5, **config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Trainer(model, optimizer, config, callbacks=[Notes()])
-"""
-WAITS_UNTIL_ASKED = """
+
 def wait_until_asked():
     import time
     from nblaunch.training.step_boundaries import StepBoundaries
@@ -184,7 +183,7 @@ def test_one_rank_trains_in_the_notebook_and_shows_a_line(cells: Kernel) -> None
 
 def test_an_interrupt_brings_back_weights_and_says_what_is_next(cells: Kernel, folder: Path) -> None:
     define = IN_PLACE.replace("nprocs=1", "nprocs=2")
-    cells.run(f"{define}{WAITS_UNTIL_ASKED}wait_at = 6\nbroken = new_trainer()").check()
+    cells.run(f"{define}wait_at = 6\nbroken = new_trainer()").check()
     request = cells.start_cell("broken.fit(data)")
     cells.follow_cell(request, "waiting")
     cells.interrupt()
